@@ -16,7 +16,7 @@ from ckplan.tracing.profile import profile, profile_workload
 from ckplan.tracing.rows import model_rows, spec_rows
 from ckplan.training.loading import WorkloadSpec
 from ckplan.training.step import DEFAULT_TRAINING, Training
-from ckplan.training.workload import as_workload, with_rows
+from ckplan.training.workload import as_workload, with_batch_dim, with_rows
 from ckplan.tuning.recorded import objective_of, tune_recorded
 from ckplan.tuning.searches import Record, Recorder
 from ckplan.tuning.settings import Way, with_scaler
@@ -139,7 +139,7 @@ def recorder(
     given = {key: fixed.pop(key, None) for key in keys}
     parts |= {key: value for key, value in given.items() if value is not None}
     whole = as_workload(parts, "the call of tune()")
-    whole = replace(whole, batch_dim=batch_dim or 0)
+    whole = with_batch_dim(whole, batch_dim)
     rows = model_rows(whole, named=batch_dim is not None)
     proved, steps = _ProvedPaths(), _KnownSteps()
 
@@ -164,13 +164,13 @@ def recorder(
             replay=False,
             in_step=how.get("in_step", True) and steps.of(way, rows, accumulate, times),
             check=not proved.has(way),
+            batch_dim=batch_dim,
             fresh=bool(how.get("fresh")) or times > 0,
             **{k: v for k, v in fixed.items() if k not in _SET_HERE},
         )
         proved.learn(way, graph)
         steps.learn(way, rows, accumulate, graph)
         options: dict[str, Any] = {**graph.options, "micro_batch": rows}
-        options |= {"batch_dim": batch_dim} if batch_dim else {}
         return replace(graph, options=options)
 
     return Recorder(profiled), rows

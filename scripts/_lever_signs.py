@@ -158,7 +158,7 @@ def _measured(name: str, rounds: int) -> Iterator[Row]:
     spec = WorkloadSpec(measuring.location_of(name), parse_options(MODELS[name]))
     record, rows, way = recorder_of_spec(spec)
     tuning = Tuning(record, MemoryLimit(2**62), way=way, rows=rows, allow=CHANGING)
-    with _no_known_costs():
+    with no_known_costs():
         base, *others = pulled = list(_pulled(tuning, way, rows))
     with ExitStack() as running:
         processes = [
@@ -190,7 +190,7 @@ def _measured(name: str, rounds: int) -> Iterator[Row]:
 
 
 @contextmanager
-def _no_known_costs() -> Iterator[None]:
+def no_known_costs() -> Iterator[None]:
     """A scope in which every op is measured once, and has these seconds in all steps.
 
     Were each step measured by itself, the noise of two would count as a lever's.

@@ -11,6 +11,7 @@ from dataclasses import astuple
 from itertools import chain
 from math import inf
 
+from ckplan.errors import GraphError
 from ckplan.graph.fqn import is_op_name
 from ckplan.graph.records import (
     BEFORE_STEP,
@@ -25,6 +26,16 @@ _MOST = 1 << 63  # of bytes
 _COUNTS = ("seed", "micro_batch", "batch_dim")
 _WORKLOAD_KEYS = frozenset({"target", "set", "input", "script", *_COUNTS})
 _MOST_SECONDS = 1e9  # of an op; in nanoseconds, sums of them are exact enough
+
+
+def check_consistent(graph: RecordedStep, version: int) -> None:
+    """Raise ``GraphError`` if the records of a step are inconsistent."""
+    for what in inconsistencies(graph):
+        raise GraphError(
+            f"the trace is inconsistent: {what}",
+            needed=f"a graph file of format {version} as `ckplan profile` writes it",
+            hint="run `ckplan profile` again",
+        )
 
 
 def inconsistencies(graph: RecordedStep) -> Iterator[str]:

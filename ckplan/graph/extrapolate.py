@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from ckplan.errors import GraphError
 from ckplan.graph.graph import Graph
 from ckplan.graph.records import Encoding, Op, Storage, TensorType, Workspace
+from ckplan.graph.redrawn import costs_of, redrawn, with_costs_of
 from ckplan.units import MIN_BLOCK_BYTES, in_blocks
 
 _T = TypeVar("_T", Op, Storage, Encoding)
@@ -65,16 +66,19 @@ class StepLine:
             _check_same(small, large, three)
             _check_linear(small, large, three)
             self._is_checked = True
-        ops = list(large.ops)
-        for place in self._growing_ops:
-            ops[place] = self._op(small.ops[place], large.ops[place], three)
-        storages = list(large.storages)
-        for place, item in self._growing_storages:
-            one, other = small.storages[place], large.storages[place]
-            storages[place] = self._storage(one, other, three, item)
+        ops, storages = list(large.ops), list(large.storages)
+        for (before, after), places in self._growing_ops:
+            grown = self._op(before, after, three)
+            for place in places:
+                ops[place] = with_costs_of(ops[place], grown)
+        for (one, other, item), places in self._growing_storages:
+            size, tensor = self._storage(one, other, three, item)
+            for place in places:
+                was = storages[place]
+                storages[place] = Storage(size, was.kind, was.maker, was.last, tensor)
         shapes = [graph.fingerprint.get("batch") for graph in (small, large)]
         batch = _extrapolated_shapes(shapes[0], shapes[1], three)
-        return replace(
+        return redrawn(
             large,
             fingerprint={**large.fingerprint, **({"batch": batch} if batch else {})},
             ops=tuple(ops),
@@ -82,30 +86,38 @@ class StepLine:
             encodings=tuple(
                 self._encoding(a, b, three) for a, b in zip(*self._codings, strict=True)
             ),
-            tiled=(),  # tests belong to a batch
         )
 
     _is_checked = False
 
     @cached_property
-    def _growing_ops(self) -> list[int]:
+    def _growing_ops(self) -> list[tuple[tuple[Op, Op], list[int]]]:
+        """Pairs of ops that grow, each with the places of all that grow as it does."""
+        found: dict[Any, tuple[tuple[Op, Op], list[int]]] = {}
         pairs = enumerate(zip(self._small.ops, self._large.ops, strict=True))
-        return [
-            place
-            for place, (one, other) in pairs
-            if one.workspace != other.workspace
-            or any(getattr(one, k) != getattr(other, k) for k in _GROWING[Op])
-        ]
+        for place, pair in pairs:
+            before, after = map(costs_of, pair)
+            if before != after:
+                found.setdefault((before, after), (pair, []))[1].append(place)
+        return [*found.values()]
 
     @cached_property
-    def _growing_storages(self) -> list[tuple[int, int]]:
-        """Storages that grow, and the bytes of an element where these explain both."""
+    def _growing_storages(self) -> list[tuple[tuple[Storage, Storage, int], list[int]]]:
+        """The same of storages, with the bytes of an element where these explain both.
+
+        Bytes of an element are 0 where they do not.
+        """
+        found: dict[Any, tuple[tuple[Storage, Storage, int], list[int]]] = {}
         pairs = enumerate(zip(self._small.storages, self._large.storages, strict=True))
-        return [
-            (place, _item_bytes(one, other) if self._blocks else 0)
-            for place, (one, other) in pairs
-            if one.bytes != other.bytes or one.tensor != other.tensor
-        ]
+        for place, (one, other) in pairs:
+            sizes = one.bytes, one.tensor, other.bytes, other.tensor
+            if sizes[:2] == sizes[2:]:
+                continue
+            if sizes not in found:
+                item = _item_bytes(one, other) if self._blocks else 0
+                found[sizes] = (one, other, item), []
+            found[sizes][1].append(place)
+        return [*found.values()]
 
     @cached_property
     def _codings(self) -> tuple[list[Encoding], list[Encoding]]:
@@ -127,13 +139,13 @@ class StepLine:
 
     def _storage(
         self, one: Storage, other: Storage, rows: tuple[int, int, int], item: int
-    ) -> Storage:
+    ) -> tuple[int, TensorType | None]:
+        """Bytes and tensor of a storage."""
         size = max(0, int(_on_line(one.bytes, other.bytes, rows)))
         tensor = _extrapolated_tensor(one, other, size, rows)
         if item and tensor is not None:
             size = item * math.prod(tensor.shape)
-        size = in_blocks(size) if self._blocks else size
-        return Storage(size, other.kind, other.maker, other.last, tensor)
+        return (in_blocks(size) if self._blocks else size), tensor
 
     def _encoding(
         self, one: Encoding, other: Encoding, rows: tuple[int, int, int]

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from ckplan.errors import GraphError
-from ckplan.graph.consistency import inconsistencies
+from ckplan.graph.consistency import check_consistent
 from ckplan.graph.fqn import relative_path
+from ckplan.graph.lifetimes import Lifetimes, lifetimes_of
 from ckplan.graph.queues import Span, span, visible_share
 from ckplan.graph.records import (
     BEFORE_STEP,
@@ -41,8 +41,7 @@ class Graph(RecordedStep):
 
     def __post_init__(self) -> None:
         """Raise ``GraphError`` if the records are inconsistent."""
-        for what in inconsistencies(self):
-            raise _inconsistent_error(what)
+        check_consistent(self, FORMAT_VERSION)
 
     @cached_property
     def unused_workspaces(self) -> frozenset[int]:
@@ -52,6 +51,11 @@ class Graph(RecordedStep):
             for number, one in enumerate(self.storages)
             if one.kind == "temporary" and one.last == BEFORE_STEP
         )
+
+    @cached_property
+    def lifetimes(self) -> Lifetimes:
+        """When every storage of the unplanned step is made and freed."""
+        return lifetimes_of(self, self.saved_of, self.unused_workspaces)
 
     @cached_property
     def casts(self) -> dict[int, int]:
@@ -340,11 +344,3 @@ class Graph(RecordedStep):
             for storage in (*op.outputs, *op.writes):
                 maker[storage] = index
         return dag
-
-
-def _inconsistent_error(what: str) -> GraphError:
-    return GraphError(
-        f"the trace is inconsistent: {what}",
-        needed=f"a graph file of format {FORMAT_VERSION} as `ckplan profile` writes it",
-        hint="run `ckplan profile` again",
-    )

@@ -23,7 +23,7 @@ from typing import TypeAlias
 
 from ckplan.errors import PlanError
 from ckplan.graph.graph import Graph
-from ckplan.graph.records import BEFORE_STEP, GATHER
+from ckplan.graph.records import GATHER
 from ckplan.plan.hazards import refuse_hazards
 from ckplan.plan.region import Region, check_apart
 from ckplan.simulating.effect import Effect, Interval
@@ -74,20 +74,17 @@ class Simulator:
         self._generated = {one.regions: one for one in graph.generated}
         self._recent: dict[tuple[Region, ...], Timeline] = {}
         self._end = 2 * len(graph.ops)
-        self._saved_of = {
-            storage: [(index, 2 * graph.saved[index].last_held + 1) for index in saved]
-            for storage, saved in graph.saved_of.items()
-        }
-        self._natural_stops: list[int] = []  # without saved tensors
-        self._stops: list[int] = []
+        self._saved_of = graph.lifetimes.held
+        self._natural_stops, self._stops = (
+            graph.lifetimes.natural_stops,
+            graph.lifetimes.stops,
+        )
         level = [0] * (self._end + 2)
-        for storage, found in enumerate(graph.storages):
-            start, natural = self._start_and_natural_stop(storage)
-            held_until = (last_held for _, last_held in self._saved_of.get(storage, ()))
-            self._natural_stops.append(natural)
-            self._stops.append(min(max((natural, *held_until)), self._end))
+        for found, start, stop in zip(
+            graph.storages, graph.lifetimes.starts, self._stops, strict=True
+        ):
             level[start] += found.bytes
-            level[self._stops[-1] + 1] -= found.bytes
+            level[stop + 1] -= found.bytes
         self.unplanned_bytes = list(accumulate(level))[:-1]
         for moment, op in enumerate(graph.ops):
             self.unplanned_bytes[2 * moment + 1] += op.workspace.bytes
@@ -263,14 +260,6 @@ class Simulator:
             (last_held, index) for index, last_held in self._saved_of.get(storage, ())
         ]
         return [(natural, -1), *saved]
-
-    def _start_and_natural_stop(self, storage: int) -> tuple[int, int]:
-        """First and last half moment of a storage, without saved tensors."""
-        found = self.graph.storages[storage]
-        start = 0 if found.maker == BEFORE_STEP else 2 * found.maker + 1
-        if storage in self.graph.unused_workspaces:
-            return start, start - 1
-        return start, max(start, min(2 * found.last + 1, self._end))
 
     @cached_property
     def _gathered(self) -> list[int]:

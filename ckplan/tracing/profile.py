@@ -50,6 +50,7 @@ from ckplan.training.workload import (
     as_workload,
     check_not_lazy,
     on_device,
+    with_batch_dim,
 )
 
 
@@ -132,6 +133,7 @@ def profile(
     shard: str | None = None,
     world_size: int = 1,
     units: Sequence[str] = (),
+    batch_dim: int | None = None,
     fresh: bool = False,
     progress: Progress | None = None,
 ) -> Graph:
@@ -168,6 +170,8 @@ def profile(
             ``zero3`` or ``fsdp2``; see ``ckplan.shard``.
         world_size: Number of ranks.
         units: Modules that are gathered as one unit; by default the layers.
+        batch_dim: The dimension of the batch's tensors that counts rows; 0 by default.
+            ``fit`` names rows of it, and batches that do not fit are cut there.
         fresh: Measure ops again that the cost cache already knows.
         progress: Called with the progress of the work.
 
@@ -184,6 +188,7 @@ def profile(
     given = {key: value for key, value in given.items() if value is not None}
     name = "the call of profile()"
     workload = as_workload({"model": model, "batch": batch, **given}, name)
+    workload = with_batch_dim(workload, batch_dim)
     check_not_lazy(model, "profile")
     here = next((str(p.device) for p in model.parameters()), "cpu")
     place = find_target(device or (here if gpu is None else "cuda"), gpu, host)
@@ -194,6 +199,9 @@ def profile(
         graph = _profile(
             build, training, place, fresh, replay, check, in_step, progress
         )
+    if batch_dim:
+        options: dict[str, Any] = {**graph.options, "batch_dim": batch_dim}
+        graph = replace(graph, options=options)
     return sharded(graph, sharding, peer_rate(graph)) if sharding else graph
 
 

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from ckplan.errors import CkplanError, WorkloadError
 from ckplan.graph.records import BEFORE_STEP
 from ckplan.tracing.faking.fake_mode import KnownValues
-from ckplan.tracing.first_step import FirstStep, in_one_call
+from ckplan.tracing.first_step import FirstStep
 from ckplan.tracing.path_check import FunctionLog
 from ckplan.tracing.recording.recorder import StepRecorder
 from ckplan.tracing.recording.recording import Recording
@@ -91,8 +91,7 @@ def watch_step(
         stands_in = first.stands_in(step)
         if stands_in:
             first.set_gradients(step)
-            with in_one_call(step.optimizer):
-                step.update()
+            first.update(step)
         else:
             loss = first.run(step)
             if scope is None and has_values:

@@ -12,7 +12,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -28,7 +28,7 @@ from ckplan.plan.plan import plan_fingerprint
 from ckplan.sources.source import open_source, parse_source
 from ckplan.training.fingerprint import parameter_shapes
 from ckplan.training.importing import import_location, workload_error
-from ckplan.training.workload import CONTRACT, Workload, as_workload, with_rows
+from ckplan.training.workload import CONTRACT, Workload, as_workload, at_rows
 
 DEFAULT_FACTORY = "build"
 _EXPONENT = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
@@ -79,8 +79,7 @@ class WorkloadSpec:
 
     def _cut(self, build: Callable[[], Workload]) -> Workload:
         """The batch at the rows that are asked for."""
-        workload = replace(build(), batch_dim=self.batch_dim or 0)
-        return workload if self.rows is None else with_rows(workload, self.rows)
+        return at_rows(build(), self.rows, self.batch_dim)
 
     def _checked(self, build: Callable[[], Workload]) -> Workload:
         """Refuse a model with other parameters before anything runs."""

@@ -162,6 +162,36 @@ def first_rows(workload: Workload, rows: int) -> Workload:
     return replace(workload, batch=batch, target=target)
 
 
+def with_batch_dim(workload: Workload, batch_dim: int | None) -> Workload:
+    """The same workload with rows at the dimension that somebody named, if any.
+
+    Raises:
+        WorkloadError: It is no dimension, or tensors of the batch have no rows there.
+    """
+    if batch_dim is None:
+        return workload
+    if type(batch_dim) is not int or batch_dim < 0:
+        raise WorkloadError(
+            f"cannot take dimension {batch_dim!r} of the batch as its samples",
+            needed="the number of the dimension that counts samples, 0 or more",
+            hint="--batch-dim 1 (batch_dim=1 in Python)",
+        )
+    named = replace(workload, batch_dim=batch_dim)
+    if not _has_rows(named):
+        raise _no_rows(named)
+    return named
+
+
+def at_rows(workload: Workload, rows: int | None, batch_dim: int | None) -> Workload:
+    """The workload with rows at a dimension, both as they are where they are None.
+
+    Raises:
+        WorkloadError: As of ``with_batch_dim`` and ``with_rows``.
+    """
+    named = with_batch_dim(workload, batch_dim)
+    return named if rows is None else with_rows(named, rows)
+
+
 def with_rows(workload: Workload, rows: int) -> Workload:
     """The same workload with another number of rows: cut, or repeated in order.
 

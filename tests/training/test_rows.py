@@ -9,13 +9,16 @@ import pytest
 import torch
 from torch import nn
 
+import ckplan
 from ckplan.errors import WorkloadError
 from ckplan.graph.batch import batch_rows
 from ckplan.graph.graph import Graph
 from ckplan.plan.plan import Plan
 from ckplan.plan.workload import as_arguments
+from ckplan.tracing import profile as profiling
 from ckplan.tracing.profile import profile_workload
 from ckplan.tracing.rows import model_rows, spec_rows
+from ckplan.tracing.smaller_batches import DoesNotFitError
 from ckplan.training.loading import WorkloadSpec
 from ckplan.training.remembered import complete, describe_workload
 from ckplan.training.step import Training
@@ -185,3 +188,51 @@ def test_a_trace_counts_rows_at_the_dimension_that_was_named(file: Path) -> None
 
     assert batch_rows(traced(WorkloadSpec(str(file)))) == 6
     assert batch_rows(traced(WorkloadSpec(str(file), batch_dim=1))) == 4
+
+
+def test_a_profile_in_python_counts_rows_at_the_dimension_that_is_named(
+    file: Path,
+) -> None:
+    workload = WorkloadSpec(str(file)).build()
+    how = {"loss_fn": workload.loss, "target": workload.target, "gpu": "RTX 4090"}
+
+    def rows_at(batch_dim: int | None) -> int | None:
+        graph = ckplan.profile(
+            workload.model, workload.batch, batch_dim=batch_dim, replay=False, **how
+        )
+        assert graph.options.get("batch_dim", 0) == (batch_dim or 0)
+        return ckplan.fit(graph, gpu="RTX 4090").rows
+
+    assert [rows_at(dim) for dim in (None, 0, 1)] == [6, 6, 4]
+
+
+@pytest.mark.parametrize("wrong", [3, -1, True, "1"])
+def test_a_dimension_without_rows_is_refused_in_python(wrong: object) -> None:
+    how = {"batch_dim": wrong, "gpu": "RTX 4090"}
+    with pytest.raises(WorkloadError, match="the batch") as error:
+        ckplan.profile(nn.Linear(8, 8), torch.ones(4, 8), **how)
+    assert "--batch-dim 1" in error.value.hint or "batch_dim" in error.value.hint
+    with pytest.raises(WorkloadError, match="the batch"):
+        ckplan.tune(nn.Linear(8, 8), torch.ones(4, 8), **how)
+
+
+def test_a_dimension_without_rows_is_refused_before_a_file_is_profiled(
+    file: Path,
+) -> None:
+    with pytest.raises(WorkloadError, match="cannot find the rows of the batch"):
+        WorkloadSpec(str(file), batch_dim=5).build()
+
+
+def test_a_batch_that_does_not_fit_is_cut_where_its_rows_are(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*args: object, **how: object) -> None:
+        raise DoesNotFitError("no", needed="real tensors", hint="none")
+
+    monkeypatch.setattr(profiling, "trace", refused)
+    workload = WorkloadSpec(str(file)).build()
+    how = {"loss_fn": workload.loss, "target": workload.target, "in_step": False}
+    graph = ckplan.profile(
+        workload.model, workload.batch, batch_dim=1, replay=False, **how
+    )
+    assert any("from batches of 1 and 2 rows to 4" in note for note in graph.notes)

@@ -284,6 +284,18 @@ def test_a_drawn_step_is_the_recorded_one() -> None:
     real = step_at(37)
     assert [one.bytes for one in drawn.storages] == [one.bytes for one in real.storages]
     assert drawn.step_seconds == pytest.approx(real.step_seconds)
+    checked = replace(drawn)  # made anew, so it is checked and derives all it needs
+    assert checked == drawn and "saved_of" not in vars(checked)
+    for name in ("children", "creates", "saved_of", "unused_workspaces", "lifetimes"):
+        assert name in vars(drawn)
+        assert getattr(checked, name) == getattr(drawn, name)
+    assert Simulator(checked).run().live_bytes == Simulator(drawn).run().live_bytes
+
+
+@pytest.mark.parametrize("rows", [10**17, 10**40])
+def test_a_drawn_step_is_refused_where_its_sizes_are_out_of_range(rows: int) -> None:
+    with pytest.raises(GraphError, match="the trace is inconsistent"):
+        extrapolate(step_at(4), step_at(8), (4, 8, rows))
 
 
 def traced(rows: int, **options: Any) -> Graph:

@@ -20,6 +20,7 @@ from ckplan.tracing import profile as profiling
 from ckplan.tracing.first_step import in_one_call
 from ckplan.tracing.rows import spec_rows
 from ckplan.training.loading import WorkloadSpec
+from ckplan.training.step import TrainingStep
 
 _FILE = """
 import torch
@@ -131,6 +132,43 @@ def test_rows_of_a_model_that_is_cast_are_found_without_bytes(
     monkeypatch.setattr(WorkloadSpec, "load", counted)
     assert spec_rows(spec) == 4
     assert len(makes) == 1  # not a second time on real tensors
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "updates"),
+    [
+        *((one, 1) for one in (None, "adamw:fused", "adamw:single", "momentum", "sgd")),
+        ("adafactor", 2),  # its state shares storages
+    ],
+)
+def test_the_state_before_another_batch_needs_no_update(
+    spec: WorkloadSpec,
+    optimizer: str | None,
+    updates: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    record, rows, way = recorder_of_spec(spec, gpu="RTX 4090")
+    way = replace(way, optimizer=optimizer)
+    record(way, rows, 1)
+    taken = []
+    update = TrainingStep.update
+    with monkeypatch.context() as counted:
+        counted.setattr(
+            TrainingStep, "update", lambda step: taken.append(1) or update(step)
+        )
+        known = record(way, 2 * rows, 1)
+    assert len(taken) == updates  # one is recorded
+    whole = recorder_of_spec(spec, gpu="RTX 4090")[0](way, 2 * rows, 1)
+    assert replace(known, notes=()) == replace(whole, notes=())
+
+
+def test_kernels_share_the_state_before_their_step(spec: WorkloadSpec) -> None:
+    record, rows, way = recorder_of_spec(spec, gpu="RTX 4090")
+    single = replace(way, optimizer="adamw:single")
+    record(way, rows, 1)
+    known = record(single, 2 * rows, 1)
+    whole = recorder_of_spec(spec, gpu="RTX 4090")[0](single, 2 * rows, 1)
+    assert replace(known, notes=()) == replace(whole, notes=())
 
 
 @pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.SGD])
