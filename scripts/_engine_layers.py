@@ -11,8 +11,8 @@ each function with the one it expects, and hooks number what is saved.
 ``LEAST_GUARDS``: it compares arguments, too, by matchers that are compiled for each
 call, and nothing else that could differ: a change of an argument would give a wrong
 gradient. ``LEAST_AGAIN``: the ops that are rebuilt are called once more, below
-autograd, with their arguments at hand. The last two bound a program that notices what
-differs.
+autograd, from the random states of the forward, with their arguments at hand, views of
+what is rebuilt made anew. The last two bound a program that notices what differs.
 ``LEAST_RERUN``: forward runs again, from torch's random state, with such a mode and
 hooks that number what is saved in both runs, and nothing else that a checkpoint does;
 ``LEAST_GUARDED_RERUN`` compares arguments in both: it bounds a rerun that notices.
@@ -50,7 +50,7 @@ from ckplan.solving.baselines import find_repeated_layers
 from ckplan.solving.menu import Menus
 from ckplan.tracing.profile import profile_workload
 from ckplan.training.loading import WorkloadSpec
-from ckplan.training.randomness import seed_everything
+from ckplan.training.randomness import draws, seed_everything
 from ckplan.training.step import Training, TrainingStep, make_step
 
 _TEXT = {"layers": 12, "width": 32, "heads": 4, "batch": 2, "length": 16, "vocab": 64}
@@ -316,19 +316,48 @@ def _watch_twice(names: Sequence[str], mode: _Mode, model: Any) -> None:
         layer.forward = _again(_compared(mode, layer.forward))
 
 
+class _Op(NamedTuple):
+    func: Any
+    args: Any  # of positional and keyword arguments; a view of what is rebuilt by place
+    kwargs: Any
+    draws: bool
+
+
+class _View(NamedTuple):
+    """An argument that is not laid out as the op left it that made its memory."""
+
+    tensor: torch.Tensor
+    place: tuple[Any, ...]  # size, stride, offset
+
+
 class _Recorded(TorchDispatchMode):
     """Keeps the ops that run, with their arguments."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.ops: list[tuple[Any, Any, Any]] = []
+        self.ops: list[_Op] = []
+        self._made: dict[int, tuple[Any, ...]] = {}  # by storage
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        given = tree_map_only(torch.Tensor, torch.Tensor.detach, (args, kwargs or {}))
-        self.ops.append((func, *given))
-        return func(*args, **kwargs or {})
+        kwargs = kwargs or {}
+        given = tree_map_only(torch.Tensor, self._as_given, (args, kwargs))
+        self.ops.append(_Op(func, *given, draws(func, args, kwargs)))
+        out = func(*args, **kwargs)
+        for tensor in tensors_in(out):
+            storage = tensor.untyped_storage()._cdata
+            self._made.setdefault(storage, _place_of(tensor))
+        return out
+
+    def _as_given(self, tensor: torch.Tensor) -> Any:
+        made, place = self._made.get(tensor.untyped_storage()._cdata), _place_of(tensor)
+        same = made is None or made == place
+        return tensor.detach() if same else _View(tensor.detach(), place)
+
+
+def _place_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.size(), tensor.stride(), tensor.storage_offset()
 
 
 def _run_ops_again(graph: Graph, layers: Sequence[int], model: Any) -> None:
@@ -345,33 +374,48 @@ def _run_ops_again(graph: Graph, layers: Sequence[int], model: Any) -> None:
 def _called_again(
     forward: Callable[..., Any], names: Sequence[str], again: set[int]
 ) -> Callable[..., Any]:
-    ops: list[tuple[Any, Any, Any]] = []
+    ops: list[_Op] = []
 
-    def call(gradient: torch.Tensor) -> None:
+    def call(states: Iterator[torch.Tensor], gradient: torch.Tensor) -> None:
+        found = torch.get_rng_state()
         with torch._C._AutoDispatchBelowAutograd():
-            for func, args, kwargs in ops:
-                func(*args, **kwargs)
+            for func, args, kwargs, draws_again in ops:
+                if draws_again:
+                    torch.set_rng_state(next(states))
+                func(*[_viewed(one) for one in args], **kwargs)
+        torch.set_rng_state(found)
 
     def run(*args: Any, **kwargs: Any) -> Any:
         if ops:
+            states = [torch.get_rng_state() for op in ops if op.draws]
             out = forward(*args, **kwargs)
         else:
+            states = []
             with _Recorded() as found:
                 out = forward(*args, **kwargs)
+        returned = out[0] if isinstance(out, tuple) else out
+        if ops:
+            returned.register_hook(partial(call, iter(states)))
+        else:
             ops.extend(_chosen(found.ops, names, again))
-        (out[0] if isinstance(out, tuple) else out).register_hook(call)
         return out
 
     return run
 
 
-def _chosen(
-    ops: Sequence[tuple[Any, Any, Any]], names: Sequence[str], again: set[int]
-) -> Iterator[tuple[Any, Any, Any]]:
+def _viewed(argument: Any) -> Any:
+    if type(argument) is list:
+        return [_viewed(one) for one in argument]
+    if type(argument) is _View:
+        return argument.tensor.as_strided(*argument.place)
+    return argument
+
+
+def _chosen(ops: Sequence[_Op], names: Sequence[str], again: set[int]) -> Iterator[_Op]:
     """The recorded ops of these numbers; the graph has no views."""
     number = 0
     for op in ops:
-        if number < len(names) and op[0].overloadpacket.__name__ == names[number]:
+        if number < len(names) and op.func.overloadpacket.__name__ == names[number]:
             if number in again:
                 yield op
             number += 1

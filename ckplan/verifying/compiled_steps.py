@@ -152,8 +152,7 @@ def _results(
         loss.backward()
         return loss.detach()
 
-    loss = step()
-    values = {"loss": loss.clone(), "random state": torch.get_rng_state()}
+    values = {"loss": step().clone(), "random state": torch.get_rng_state()}
     for name, parameter in model.named_parameters():
         if parameter.grad is not None:
             values[f"gradient {name}"] = parameter.grad.clone()
