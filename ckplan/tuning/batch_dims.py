@@ -25,7 +25,7 @@ def dims_and_doubt(search: WaySearch) -> tuple[dict[str, int], str | None]:
     recorded = next((found for found in both if len(found) > 1), None)
     if recorded is None:
         return {}, None
-    few, many = min(recorded), max(recorded)
+    few, many = sorted([*recorded][:2])  # the first ones are near the workload's own
     small, large = (_forward_flops(recorded[n]) / n for n in (few, many))
     found = row_dims(recorded[few], recorded[many])
     dims = {name.removeprefix(_OF_STEP): dim for name, dim in found.items()}

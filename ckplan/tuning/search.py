@@ -200,15 +200,18 @@ class WaySearch:
         best = self._refined(best, planned=False)
         if not planned:
             return best
-        overhead = 0.0  # a larger batch must free more: it costs no less
+        overhead = unplanned = 0.0  # a larger batch must free more: it costs no less
         for rows in self._beyond():
-            bound = self._bound(rows) / (1 + overhead)
+            before, unplanned = unplanned, self._bound(rows)
+            bound = unplanned / (1 + overhead)
             if best is None or bound > best.samples_per_second * _WORTH:
                 one = self.setting(rows)
                 if one is None and rows not in self.refused:
                     break
                 overhead = max(overhead, one.overhead if one else 0.0)
                 best = _better(best, one)
+            elif unplanned < before and self.batches_of(rows).not_linear:
+                break  # each is recorded, and larger ones are slower still
         if best is not None and best.regions:
             best = self._refined(best, planned=True)
         return best

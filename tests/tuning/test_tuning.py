@@ -392,7 +392,10 @@ def test_bytes_that_are_not_linear_are_an_error_and_every_batch_is_recorded() ->
 def test_where_nothing_is_linear_no_batch_of_the_curve_is_faster_than_the_best() -> (
     None
 ):
+    asked: list[int] = []
+
     def recorded(way: Way, rows: int, accumulate: int) -> Graph:
+        asked.append(rows)
         graph = quadratic(rows)
         ops = tuple(replace(op, seconds=50.0 + rows * rows / 20) for op in graph.ops)
         return replace(graph, ops=ops)
@@ -404,6 +407,7 @@ def test_where_nothing_is_linear_no_batch_of_the_curve_is_faster_than_the_best()
     per_sample = [(50.0 + n * n / 20) / n for n in range(1, found.largest_unplanned)]
     best = found.best.batch
     assert (50.0 + best * best / 20) / best <= 1.05 * min(per_sample)
+    assert sum(rows > 2 * found.largest_planned for rows in asked) <= 2
 
 
 def test_a_batch_that_was_recorded_for_the_curve_alone_can_be_the_best(
