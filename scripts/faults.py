@@ -224,9 +224,9 @@ FAULTS = [
         SIMULATE,
     ),
     Fault(
-        "simulating/simulate.py",
-        "return start, max(start, min(2 * found.last + 1, self._end))",
-        "return start, max(start, min(2 * found.last, self._end))",
+        "graph/lifetimes.py",
+        "natural = max(start, min(2 * one.last + 1, end))",
+        "natural = max(start, min(2 * one.last, end))",
         SIMULATE,
     ),
     Fault(
