@@ -382,8 +382,19 @@ FAULTS = [
         "applying/test_unseen.py",
     ),
     Fault("applying/rerunning/rerun.py", "self._check_unchanged()\n", "pass\n", RERUN),
-    Fault("applying/rerunning/rerun.py", "        snapshot.restore()\n", "", RERUN),
+    Fault(
+        "applying/rerunning/rerun.py",
+        "        snapshot.restore(now.content)\n",
+        "",
+        RERUN,
+    ),
     Fault("applying/rerunning/rerun.py", "        now.restore()\n", "", RERUN),
+    Fault(
+        "applying/rerunning/attributes.py",
+        "or not all(holds(*one) for one in self.containers)",
+        "",
+        RERUN,
+    ),
     Fault(
         "applying/rerunning/rerun.py", "        if different:", "        if 0:", CALLS
     ),
@@ -625,8 +636,8 @@ FAULTS = [
     ),
     Fault(
         "applying/rerunning/call_check.py",
-        "if not _is_like(tensor, self.known.outside[number]):",
-        "if not (self._expected or _is_like(tensor, self.known.outside[number])):",
+        "if not has_geometry(tensor, self.known.outside[number]):",
+        "if not (self._expected or has_geometry(tensor, self.known.outside[number])):",
         CALLS,
     ),
     Fault(

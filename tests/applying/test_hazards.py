@@ -601,6 +601,24 @@ def test_lists_and_counters_change_once(by: str) -> None:
             same(Counting, by)
 
 
+class Listing(nn.Module):
+    """Goes by a list that it appends to, and changes no attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.seen = nn.Linear(8, 8), []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.append(1.0)
+        return torch.tanh(self.fc(torch.exp(x) / sum(self.seen)))
+
+
+@BOTH
+def test_a_list_alone_changes_once(by: str) -> None:
+    planned = same(Listing, by, steps=4)
+    assert planned.block.seen == [1.0] * 4
+
+
 NUMBER = [1.0]
 
 
