@@ -234,7 +234,7 @@ class GuardChecker(TorchFunctionMode):
         ):
             self._miss_before_call()
             return self._other(func, types, args, kwargs)
-        if call.changes_state:
+        if call.random_steps or call.statistics:
             self._retain_before(call)
         self._current = call
         try:
@@ -244,8 +244,10 @@ class GuardChecker(TorchFunctionMode):
             self._keep_rest(call.stop)
             raise
         self._current = None
-        if self.rerecorder is not None:
-            return out
+        return out if self.rerecorder is not None else self._returned(call, out)
+
+    def _returned(self, call: CallGuard, out: Any) -> Any:
+        """Number and retain what a call returned; pass it on."""
         same = self._num_packed == call.packed_after
         if same and call.returns_new and type(out) is torch.Tensor:
             self._made.append(ref(out))
@@ -254,7 +256,7 @@ class GuardChecker(TorchFunctionMode):
             self._miss_after_call(call, call.start)
             return out
         self._next = next(self._calls, None)
-        if call.returns_retained:
+        if call.captures or call.returned_constants:
             self._take(call, tensors_in(out))
         return out
 
@@ -310,31 +312,30 @@ class GuardChecker(TorchFunctionMode):
         self._encoded[capture.value] = small
 
     def _pack(self, tensor: torch.Tensor) -> Kept | Dropped:
-        """Keep or drop what autograd saves, as the recorded forward did."""
-        call, number = self._current, self._num_packed
-        if call is None or self.rerecorder is not None:
-            return self._pack_outside(tensor)
-        if number >= call.packed_after or self._packed[number].size != tensor.shape:
-            return self._miss_at_saved(tensor, call)
-        return self._pack_next(tensor, number)
+        """Keep or drop what autograd saves."""
+        if self.rerecorder is not None:
+            return self._pack_rest(tensor)
+        call = self._current
+        if call is None:  # custom functions pack outside of any call
+            with torch._C.DisableTorchFunction():
+                expected = self._packed_before(self._next)
+                return self._pack_next(tensor, None, expected)
+        return self._pack_next(tensor, call, call.packed_after)
 
-    def _pack_outside(self, tensor: torch.Tensor) -> Kept | Dropped:
-        """Pack after a miss, or outside of any call, as custom functions do."""
-        rerecorder, number = self.rerecorder, self._num_packed
-        if rerecorder is not None:
-            return keep(tensor, self.name) if self.kept else rerecorder.pack(tensor)
-        with torch._C.DisableTorchFunction():
-            same = number < self._packed_before(self._next)
-            if not same or self._packed[number].size != tensor.shape:
-                return self._miss_at_saved(tensor, None)
-            return self._pack_next(tensor, number)
+    def _pack_rest(self, tensor: torch.Tensor) -> Kept | Dropped:
+        assert self.rerecorder is not None
+        if self.kept:
+            return keep(tensor, self.name)
+        return self.rerecorder.pack(tensor)
 
-    def _miss_at_saved(self, tensor: torch.Tensor, call: CallGuard | None) -> Kept:
-        self._miss_after_call(call, self._place(call or self._next))
-        return keep(tensor, self.name)
-
-    def _pack_next(self, tensor: torch.Tensor, number: int) -> Kept | Dropped:
-        """Pack a tensor by its number."""
+    def _pack_next(
+        self, tensor: torch.Tensor, call: CallGuard | None, expected: int
+    ) -> Kept | Dropped:
+        """Pack a tensor as the recorded forward did, by its number."""
+        number = self._num_packed
+        if number >= expected or self._packed[number].size != tensor.shape:
+            self._miss_after_call(call, self._place(call or self._next))
+            return keep(tensor, self.name)
         self._num_packed = number + 1
         captures = self.expected.captures
         if captures and number in captures:

@@ -61,8 +61,6 @@ class CallGuard:
     returned_constants: tuple[
         tuple[int, TensorGuard], ...
     ]  # constants that it returned, by their place
-    changes_state: bool  # it has random steps or statistics
-    returns_retained: bool  # it has captures or constants
     packed_before: int  # how many tensors autograd had saved
     packed_after: int
     start: int  # its first step

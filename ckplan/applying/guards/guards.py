@@ -105,8 +105,6 @@ def make_guards(seen: Recorder) -> GuardedProgram | None:
             statistics=tuple(statistics.get(number, ())),
             captures=tuple(of_calls.get(number, ())),
             returned_constants=tuple(returned_constants.get(number, ())),
-            changes_state=number in random_steps or number in statistics,
-            returns_retained=number in of_calls or number in returned_constants,
             packed_before=call.packed_before,
             packed_after=call.packed_after,
             start=start,
