@@ -92,8 +92,8 @@ FAULTS = [
     Fault("graph/consistency.py", "if sum(sizes) > MOST_BYTES:", "if False:", GRAPH),
     Fault(
         "graph/consistency.py",
-        "if not 0 <= one <= _MOST_SECONDS]",
-        "if not one <= _MOST_SECONDS]",
+        "if not 0 <= one <= MOST_SECONDS]",
+        "if not one <= MOST_SECONDS]",
         GRAPH,
     ),
     Fault(

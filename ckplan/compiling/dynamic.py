@@ -25,6 +25,7 @@ from ckplan.compiling.torch_names import (
     Symbol,
     bound_of,
     evaluate,
+    layout_at,
     symbol_of,
 )
 
@@ -40,11 +41,11 @@ def sizes_of(inputs: Sequence[Any]) -> dict[Symbol, int]:
     return found
 
 
-def with_sizes(graph: DynamoGraph, sizes: Sizes) -> DynamoGraph:
-    """The graph with numbers in place of symbols."""
+def with_sizes(graph: DynamoGraph) -> DynamoGraph:
+    """The graph with its largest sizes in place of symbols."""
     placed = graph.module.graph.find_nodes(op="placeholder")
     inputs = [
-        _sized(node, value, sizes)
+        _sized(node, value, graph.sizes)
         for node, value in zip(placed, graph.inputs, strict=True)
     ]
     return replace(graph, inputs=inputs, sizes={})
@@ -56,14 +57,9 @@ def _sized(node: fx.Node, value: Any, sizes: Sizes) -> Any:
     example = node.meta.get(EXAMPLE)
     if not isinstance(example, torch.Tensor) or not _is_dynamic(example):
         return value
-    shape, stride = (
-        [evaluate(one, sizes) for one in some]
-        for some in (example.shape, example.stride())
-    )
+    place = layout_at(example, sizes)
     with example.fake_mode:
-        fake = torch.empty_strided(
-            shape, stride, dtype=example.dtype, device=example.device
-        )
+        fake = torch.empty_strided(*place, dtype=example.dtype, device=example.device)
     return fake.requires_grad_(example.requires_grad)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from ckplan.compiling.torch_names import (
     copy_of,
     evaluate,
     generate_code,
+    layout_at,
 )
 
 
@@ -95,7 +95,7 @@ class DynamoGraph:
 
 def lower_alone(graph: fx.GraphModule, inputs: Sequence[Any]) -> Code:
     """Generate the code of a graph of Dynamo that has no backward."""
-    found, record = _recorder()
+    found, record = _recorder({})
     generate_code(copy_of(graph), inputs, None, {}, record)
     return found[False]
 
@@ -105,9 +105,7 @@ def in_order(graph: fx.GraphModule, inputs: Sequence[Any]) -> Any:
     return DynamoGraph(graph, inputs, {}).compile(cached_partitioner(None, 1.0))[0]
 
 
-def _recorder(
-    sizes: Mapping[Symbol, int] = MappingProxyType({}),
-) -> tuple[dict[bool, Code], Record]:
+def _recorder(sizes: Mapping[Symbol, int]) -> tuple[dict[bool, Code], Record]:
     found: dict[bool, Code] = {}
 
     def record(
@@ -122,11 +120,8 @@ def _recorder(
 def _at(value: Any, sizes: Mapping[Symbol, int]) -> Any:
     """An example input, with numbers in place of symbols."""
     if isinstance(value, torch.Tensor):
-        shape, stride = (
-            [evaluate(one, sizes) for one in some]
-            for some in (value.shape, value.stride())
-        )
-        return torch.empty_strided(shape, stride, dtype=value.dtype, device="meta")
+        place = layout_at(value, sizes)
+        return torch.empty_strided(*place, dtype=value.dtype, device="meta")
     return evaluate(value, sizes) if isinstance(value, torch.SymInt) else value
 
 

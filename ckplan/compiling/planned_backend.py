@@ -211,7 +211,7 @@ class Backend:
             traced = DynamoGraph(graph, inputs, dict(options or {}), sizes)
             if self.parts is not None:
                 return self._part(traced)
-            planner = self._planner(with_sizes(traced, sizes) if sizes else traced)
+            planner = self._planner(with_sizes(traced) if sizes else traced)
             if planner is None:
                 return traced.compile(cached_partitioner(None))[0]
             if sizes:

@@ -77,6 +77,7 @@ __all__ = [
     "frugal_parts",
     "generate_code",
     "get_cpp_compiler",
+    "layout_at",
     "storage_key",
     "symbol_of",
     "tagged_parts",
@@ -139,6 +140,17 @@ def evaluate(size: Any, values: Mapping[Symbol, int]) -> int:
     if not isinstance(size, torch.SymInt):
         return int(size)
     return int(size.node.expr.xreplace(values))
+
+
+def layout_at(
+    tensor: torch.Tensor, values: Mapping[Symbol, int]
+) -> tuple[list[int], list[int]]:
+    """Shape and strides of a tensor with numbers in place of symbols."""
+    shape, stride = (
+        [evaluate(size, values) for size in sizes]
+        for sizes in (tensor.shape, tensor.stride())
+    )
+    return shape, stride
 
 
 def compilation() -> tuple[int | None, int | None]:

@@ -25,7 +25,7 @@ from ckplan.units import MOST_BYTES
 _MOST = 1 << 63  # of bytes
 _COUNTS = ("seed", "micro_batch", "batch_dim")
 _WORKLOAD_KEYS = frozenset({"target", "set", "input", "script", *_COUNTS})
-_MOST_SECONDS = 1e9  # of an op; in nanoseconds, sums of them are exact enough
+MOST_SECONDS = 1e9  # of an op; in nanoseconds, sums of them are exact enough
 
 
 def check_consistent(graph: RecordedStep, version: int) -> None:
@@ -188,7 +188,7 @@ def _all_in_range(numbers: Iterable[int], low: int, high: int) -> bool:
 
 def _are_times(seconds: tuple[float, ...]) -> bool:
     """Whether all are times that an op may take."""
-    return not [one for one in seconds if not 0 <= one <= _MOST_SECONDS]
+    return not [one for one in seconds if not 0 <= one <= MOST_SECONDS]
 
 
 # -- relations between records -----------------------------------------------------

@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any
 
+from ckplan.graph.consistency import MOST_SECONDS
 from ckplan.graph.graph import Graph
 from ckplan.graph.records import Encoding, Op, Storage
 from ckplan.units import MOST_BYTES
 
-_MOST_FLOPS, _MOST_SECONDS = 1 << 62, 1e9
+_MOST_FLOPS = 1 << 62
 _FIELDS = tuple(field.name for field in fields(Graph))
 _OF_STRUCTURE = (
     *("children", "creates", "lifetimes", "saved_of", "unused_workspaces", "_writers"),
@@ -46,7 +47,7 @@ def redrawn(
         "encodings": encodings,
         "tiled": (),  # tests belong to a batch
     }
-    if sizes > MOST_BYTES or flops > _MOST_FLOPS or seconds > _MOST_SECONDS:
+    if sizes > MOST_BYTES or flops > _MOST_FLOPS or seconds > MOST_SECONDS:
         return replace(graph, **new)
     made = object.__new__(Graph)
     known = {name: getattr(graph, name) for name in (*_FIELDS, *_OF_STRUCTURE)}

@@ -153,6 +153,18 @@ MIXES: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
 }
 
 
+def runs_whole(model: nn.Module, why: str) -> None:
+    """Its call ``1`` stays whole, with a warning and the same bits."""
+    plain = results(model)
+    with (
+        ckplan.tile_rows(model, "1") as handle,
+        pytest.warns(UserWarning, match=f"1 runs whole, not in tiles: {why}"),
+    ):
+        tiled = results(model)
+    assert (handle.tiled, handle.whole) == (0, 1)
+    assert all(map(torch.equal, plain, tiled))
+
+
 def test_what_comes_before_the_products_must_be_of_the_input_alone() -> None:
     class Other(Twice):
         def forward(self, rows: Tensor) -> Tensor:
@@ -166,14 +178,7 @@ def test_what_comes_before_the_products_must_be_of_the_input_alone() -> None:
     for name, (first, why) in cases.items():
         mlp = Other(torch.relu) if name == "in place" else of(nn.ReLU())
         model = nn.Sequential(nn.LayerNorm(WIDTH), nn.Sequential(first, mlp))
-        plain = results(model)
-        with (
-            ckplan.tile_rows(model, "1") as handle,
-            pytest.warns(UserWarning, match=f"1 runs whole, not in tiles: {why}"),
-        ):
-            tiled = results(model)
-        assert (handle.tiled, handle.whole) == (0, 1)
-        assert all(map(torch.equal, plain, tiled))
+        runs_whole(model, why)
         counted = getattr(first, "num_batches_tracked", None)
         assert counted is None or int(counted) == 2  # noting ops counts nothing
 
@@ -182,14 +187,7 @@ def test_what_comes_before_the_products_must_be_of_the_input_alone() -> None:
 def test_what_is_no_mlp_runs_whole_with_a_warning(name: str) -> None:
     mix, why = MIXES[name]
     model = nn.Sequential(nn.LayerNorm(WIDTH), Twice(mix))
-    plain = results(model)
-    with (
-        ckplan.tile_rows(model, "1") as handle,
-        pytest.warns(UserWarning, match=f"1 runs whole, not in tiles: .*{why}"),
-    ):
-        tiled = results(model)
-    assert (handle.tiled, handle.whole) == (0, 1)
-    assert all(map(torch.equal, plain, tiled))
+    runs_whole(model, f".*{why}")
 
 
 def test_a_forward_that_assigns_attributes_runs_whole_and_keeps_them() -> None:
