@@ -11,19 +11,16 @@ sign. "Far" is more than 2 points off.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 from unittest import mock
 
 import _measuring as measuring
+from _kept_rows import KeptRows
 
-from ckplan import files
 from ckplan.autotune import recorder_of_spec
 from ckplan.graph.graph import Graph
 from ckplan.plan.plan import Plan, plan_fingerprint
@@ -122,35 +119,17 @@ class _Pulled:
 
 def signs(args: argparse.Namespace) -> tuple[str, list[str]]:
     """The table of all rows that are known, and where its claim does not hold."""
-    output: Path | None = args.output
-    path = measuring.results_path("tuned_signs", ".jsonl")
-    path = path if output is None else output.with_suffix(".signs.jsonl")
-    known, began = _read(path), time.monotonic()
-    for name in measuring.chosen(MODELS, args.only):
-        if name in known and not (args.only or args.fresh):
-            continue
-        if time.monotonic() - began > 60 * args.minutes:
-            break
-        measuring.say(f"{name}: every lever alone")
-        known[name] = list(_measured(name, args.rounds))
-        lines = [json.dumps(asdict(row)) for rows in known.values() for row in rows]
-        files.write_text(path, "\n".join(lines) + "\n", force=True)
-    rows = [row for name in MODELS for row in known.get(name, [])]
+    kept = KeptRows("tuned_signs", Row, args)
+    rows = kept.fill(MODELS, lambda name: _measured(name, args.rounds))
     broken = [f"{r.model}, {r.lever}: wrong sign" for r in rows if not r.is_right]
     within = sum(row.is_within for row in rows)
     if within < LEAST_WITHIN * len(rows):
         broken.append(f"{within} of {len(rows)} levers are within 2 points")
-    said = f"{len(known)} of {len(MODELS)} models; {within} of {len(rows)} rows within"
+    said = (
+        f"{len(kept.rows)} of {len(MODELS)} models; {within} of {len(rows)} rows within"
+    )
     table = measuring.make_table(HEADERS, [row.cells() for row in rows], texts=2)
     return f"{said} 2 points.\n\n{table}", broken
-
-
-def _read(path: Path) -> dict[str, list[Row]]:
-    known: dict[str, list[Row]] = {}
-    for line in path.read_text().splitlines() if path.exists() else ():
-        row = Row(**json.loads(line))
-        known.setdefault(row.model, []).append(row)
-    return known
 
 
 def _measured(name: str, rounds: int) -> Iterator[Row]:
