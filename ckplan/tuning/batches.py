@@ -20,11 +20,13 @@ from ckplan.graph.transplant import transplanted
 from ckplan.simulating.simulate import Simulator
 from ckplan.solving.planner import Planner
 from ckplan.solving.reserved_limit import Plans
-from ckplan.tuning.transfer import TransferredPlans
+from ckplan.tuning.transfer import TransferredPlans, transferred
 
 RecordAt = Callable[[int, int], Graph]
 """Records a step: rows of the micro-batch, micro-batches per optimizer step."""
 _KEPT, _KEPT_PLANNERS = 24, 8  # drawn steps, and those whose plans were searched
+ALL_TRIED = 24  # largest number of batches that are all tried
+_GRID = 12  # batches of a grid
 NEAR = 4  # ratio of two batches at most, for plans of one at the other
 _CLOSE, _NOISE = 1e-3, 5e-2  # relative difference of seconds that is none: if measured
 _Totals = tuple[float, float, float, float]
@@ -162,7 +164,10 @@ class Batches:
         if nearest == rows:
             return self.planner(rows, accumulate)
         there = self.planner(nearest, accumulate)
-        found = TransferredPlans(there, Simulator(self.at(rows, accumulate)))
+        found = transferred(there, Simulator(self.at(rows, accumulate)))
+        if found is None:
+            self._searched.append(key)
+            return self.planner(rows, accumulate)
         self._transferred[key] = found
         return found
 
@@ -278,3 +283,15 @@ def _are_alike(one: Graph, other: Graph) -> bool:
     most = _NOISE if other.costs == MEASURED else _CLOSE
     close = math.isclose(one.step_seconds, other.step_seconds, rel_tol=most)
     return len(peaks) == 1 and close
+
+
+def grid(most: int) -> list[int]:
+    """Batches up to the largest one, at most ``ALL_TRIED``, in geometric steps.
+
+    >>> grid(3), grid(1000)[-3:]
+    ([1, 2, 3], [285, 534, 1000])
+    """
+    if most <= ALL_TRIED:
+        return [*range(1, most + 1)]
+    steps = {round(most ** (k / (_GRID - 1))) for k in range(_GRID)}
+    return sorted(steps)

@@ -24,15 +24,13 @@ from ckplan.solving.memory_limit import MemoryLimit
 from ckplan.solving.planner import Planner
 from ckplan.solving.replays import ReplayedPlan
 from ckplan.solving.reserved_limit import Plans, plan_within
-from ckplan.tuning.batches import NEAR, Batches
-from ckplan.tuning.largest import largest_batch
+from ckplan.tuning.batches import ALL_TRIED, NEAR, Batches, grid
+from ckplan.tuning.largest import largest_batch, same_forward
 from ckplan.tuning.plan_levers import LeverPlans, has_plan_levers, simulator_of
 from ckplan.tuning.ranks import Ranks
 from ckplan.tuning.settings import Setting, Way
-from ckplan.tuning.transfer import TransferredPlans
+from ckplan.tuning.transfer import TransferredPlans, transferred
 
-_ALL = 24  # largest number of batches that are all tried
-_GRID = 12  # batches of a grid
 _STEPS = 32  # most batches beyond the largest unplanned one, each 1/8 larger
 _POINTS = 3  # of the curve, beyond the largest unplanned batch
 _CLOSE = 1e-3  # relative gain that is not worth another batch
@@ -136,9 +134,10 @@ class WaySearch:
             if isinstance(plans, LeverPlans)
         }
         near = min(searched, default=NEAR + 1)
-        if rows in self.batches_of(rows).recorded or near > NEAR:
-            return LeverPlans(self.planner_at(rows), self.way)
-        return TransferredPlans(searched[near], self.simulator(self.graph_at(rows)))
+        found = None
+        if rows not in self.batches_of(rows).recorded and near <= NEAR:
+            found = transferred(searched[near], self.simulator(self.graph_at(rows)))
+        return found or LeverPlans(self.planner_at(rows), self.way)
 
     def setting(self, rows: int, *, planned: bool = True) -> Setting | None:
         """The fastest setting at a micro-batch; None if none fits.
@@ -166,8 +165,9 @@ class WaySearch:
         """The cheapest plan that fits, until the step is recorded that of ``like``."""
         if self.like is not None and rows not in self.batches_of(rows).recorded:
             twin = self.like.setting(rows)
-            if twin is not None and twin.regions:
-                simulator = Simulator(self.graph_at(rows))
+            graph = self.graph_at(rows)
+            if twin and twin.regions and same_forward(self.like.graph_at(rows), graph):
+                simulator = Simulator(graph)
                 timeline = simulator.run(twin.regions)
                 if self.limit.allows(timeline):
                     return timeline, twin.regions
@@ -232,7 +232,7 @@ class WaySearch:
             yield from (n for n in more if self._own_total % n == 0)
             return
         for _ in range(_STEPS):
-            rows += 1 if rows < _ALL else rows // 8
+            rows += 1 if rows < ALL_TRIED else rows // 8
             yield rows
 
     def _refined(self, best: Setting | None, *, planned: bool) -> Setting | None:
@@ -329,18 +329,6 @@ class WaySearch:
         self._lever_plans.clear()
         for name in ("largest_unplanned", "largest_planned"):
             self.__dict__.pop(name, None)
-
-
-def grid(most: int) -> list[int]:
-    """Batches up to the largest one, at most ``_ALL``, in geometric steps.
-
-    >>> grid(3), grid(1000)[-3:]
-    ([1, 2, 3], [285, 534, 1000])
-    """
-    if most <= _ALL:
-        return [*range(1, most + 1)]
-    steps = {round(most ** (k / (_GRID - 1))) for k in range(_GRID)}
-    return sorted(steps)
 
 
 def _better(one: Setting | None, other: Setting | None) -> Setting | None:

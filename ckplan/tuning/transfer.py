@@ -13,8 +13,16 @@ from ckplan.plan.region import Region
 from ckplan.simulating.simulate import Simulator, Timeline
 from ckplan.solving.replays import ReplayedPlan
 from ckplan.solving.reserved_limit import Plans
+from ckplan.tuning.largest import same_forward
 
 _MOST_TRIES = 6  # of budgets at the other batch, for one budget here
+
+
+def transferred(plans: Plans, simulator: Simulator) -> TransferredPlans | None:
+    """The plans of another step for this one; None if it runs other ops in forward."""
+    if not same_forward(plans.unplanned.graph, simulator.graph):
+        return None
+    return TransferredPlans(plans, simulator)
 
 
 class TransferredPlans:
@@ -42,11 +50,7 @@ class TransferredPlans:
         return self._replayed(self._there.smallest[1])
 
     def within(self, budget_bytes: int) -> ReplayedPlan | None:
-        """The cheapest plan found whose peak fits; None if none does.
-
-        Raises:
-            PlanError: The two steps run other ops.
-        """
+        """The cheapest plan found whose peak fits; None if none does."""
         if self.unplanned.peak_bytes <= budget_bytes:
             return self.unplanned, ()
         if budget_bytes not in self._found:

@@ -12,7 +12,7 @@ from ckplan.simulating.simulate import Simulator
 from ckplan.solving.planner import Planner
 from ckplan.tuning import batches as tuning_batches
 from ckplan.tuning.batches import Batches
-from ckplan.tuning.transfer import TransferredPlans
+from ckplan.tuning.transfer import TransferredPlans, transferred
 
 
 def step_at(rows: int) -> Graph:
@@ -67,4 +67,17 @@ def test_a_search_gives_plans_to_near_batches_until_these_are_recorded(
     assert batches.plans(12) is searched
     assert isinstance(batches.plans(90), Planner)  # too far from 12
     batches.recorded_at(16)
+    assert isinstance(batches.plans(16), Planner)
+
+
+def test_steps_that_run_other_ops_are_searched_themselves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tuning_batches, "_LARGE", 1)
+    batches = Batches(lambda rows, _: step_at(rows), (4, 8))
+    batches.at(4)
+    searched = batches.planner(12)
+    assert transferred(searched, Simulator(graphs.chain(5))) is None
+    monkeypatch.setattr(batches, "at", lambda rows, _=1: graphs.chain(rows))
+    assert isinstance(batches.plans(12), Planner)
     assert isinstance(batches.plans(16), Planner)

@@ -27,6 +27,7 @@ from ckplan.tuning.largest import largest_batch, largest_number, largest_under
 from ckplan.tuning.lever_rows import EXPANDABLE
 from ckplan.tuning.recorded import tune_traces
 from ckplan.tuning.search import WaySearch
+from ckplan.tuning.searches import Searches
 from ckplan.tuning.settings import ALLOWED, Way, conflict, levers_of
 from ckplan.tuning.tune import Tuning
 from ckplan.tuning.tuned import Tuned, nothing_fits
@@ -111,6 +112,19 @@ def test_no_setting_is_faster_than_the_tuned_one(
     assert best.way == Way(optimizer="adamw:fused")  # bf16 was not allowed
     if total is not None:
         assert best.batch * best.accumulate == total
+
+
+def test_no_plan_is_taken_from_a_step_that_runs_other_ops() -> None:
+    def longer_when_large(way: Way, rows: int, accumulate: int) -> Graph:
+        return step_at(rows, blocks=2 if rows < 40 else 3)
+
+    searches = Searches(longer_when_large, MemoryLimit(8000), Way(), 4)
+    known, drawn = searches.of(Way()), searches.of(KERNELS[1])
+    known.check(40)  # only there the step is recorded, and longer than the drawn one
+    taken, found = known.setting(40), drawn.setting(40)
+    assert drawn.like is known
+    assert taken is not None and taken.regions[-1].call >= len(drawn.graph_at(40).calls)
+    assert found is not None and found.peak_bytes <= 8000
 
 
 def test_what_was_drawn_is_not_said_to_be_faster_than_what_was_recorded() -> None:
