@@ -191,7 +191,7 @@ def _item_bytes(one: Storage, other: Storage) -> int:
     few, many = one.tensor, other.tensor
     if few is None or many is None or not math.prod(many.shape):
         return 0
-    for item in (1, 2, 4, 8, 16):
+    for item in (many.item_bytes, 1, 2, 4, 8, 16):
         if in_blocks(item * math.prod(few.shape)) == one.bytes and (
             in_blocks(item * math.prod(many.shape)) == other.bytes
         ):

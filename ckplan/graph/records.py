@@ -6,10 +6,12 @@ counts as its storage.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+_BITS = re.compile(r"\d+")  # of an element, in the name of its type
 MEASURED = "measured"
 """Default source of the seconds of a step (``RecordedStep.costs``)."""
 
@@ -82,6 +84,17 @@ class TensorType(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.dtype}[{','.join(map(str, self.shape))}]"
+
+    @property
+    def item_bytes(self) -> int:
+        """Bytes of an element, by the name of its type.
+
+        >>> types = "bool", "int64", "bfloat16", "float8_e4m3fn"
+        >>> [TensorType(one, ()).item_bytes for one in types]
+        [1, 8, 2, 1]
+        """
+        bits = _BITS.search(self.dtype)
+        return max(int(bits.group()) // 8, 1) if bits else 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -86,6 +86,11 @@ class Batches:
         """A step that was recorded, whatever its batch."""
         return next(iter(self._ends.values()))
 
+    @property
+    def corrected(self) -> list[int]:
+        """Batches at which the recorded step was not like the drawn one."""
+        return [rows for rows in self._ends if rows not in self._probes]
+
     def recorded_at(self, rows: int) -> Graph:
         """The step at a batch, recorded; drawn ones are then drawn anew."""
         if rows not in self.recorded:

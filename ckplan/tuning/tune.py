@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from ckplan.errors import CkplanError
+from ckplan.graph.records import MEASURED
 from ckplan.solving.memory_limit import MemoryLimit
 from ckplan.tuning.batch_dims import dims_and_doubt
 from ckplan.tuning.batches import probe_rows
@@ -21,6 +22,7 @@ from ckplan.tuning.lever_rows import (
     row_of_expandable_segments,
     row_of_plan,
 )
+from ckplan.tuning.plan_levers import without_plan_levers
 from ckplan.tuning.searches import Record, Searches, Tell
 from ckplan.tuning.settings import (
     Lever,
@@ -135,7 +137,7 @@ class Tuning:
             curve=tuple(curve),
             peak_at=timeline.peak_at,
             peak_owner=owner,
-            notes=tuple(self._notes),
+            notes=tuple(dict.fromkeys(self._notes)),
             batch_dims=dims,
         )
 
@@ -184,14 +186,18 @@ class Tuning:
         """The best setting, recorded, and every lever on top of it.
 
         If the step recorded there is not like the drawn one, all ways are recorded
-        there, too, and compared again.
+        there, too, and compared again. For a card that is quick: ways have but updates
+        of their own. So they are recorded wherever one was not like its drawn step.
         """
         way, on_top = self._climb()
         best = self._checked(way)
         if best is None or not self._unlike:
             return best, on_top
+        found = self.search(best.way).batches_of(best.batch)
+        where = [] if found.any_recorded.costs == MEASURED else found.corrected
         for search in self.searches.begun():
-            search.check(best.batch)
+            for rows in dict.fromkeys((*where, best.batch)):
+                search.check(rows)
         way, on_top = self._climb()
         return self._checked(way), on_top
 
@@ -242,10 +248,8 @@ class Tuning:
         found: list[Setting] = []
         for search in self.searches.begun():
             kinds = search.best(), search.best(planned=False)
-            for one in filter(None, kinds):
-                same = one.way == best.way and bool(one.regions) == bool(best.regions)
-                if not same:
-                    found.append(one)
+            others = (one for one in kinds if one and _kind_of(one) != _kind_of(best))
+            found.extend(others)
         halved = self.search(best.way).setting(max(best.batch // 2, 1))
         if self._total is None and halved is not None and best.batch > 1:
             found.append(halved)
@@ -253,10 +257,18 @@ class Tuning:
         most = best.samples_per_second
         found = [one for one in found if one.samples_per_second <= most]
         found.sort(key=lambda one: -one.samples_per_second)
+        apart: dict[tuple[Way, bool, int], Setting] = {}
+        for one in found:
+            apart.setdefault((*_kind_of(one), one.batch), one)
         return tuple(
-            Alternative(one, gives_up(one, best))
-            for one in list(dict.fromkeys(found))[:2]
+            Alternative(one, gives_up(one, best)) for one in [*apart.values()][:2]
         )
+
+
+def _kind_of(one: Setting) -> tuple[Way, bool]:
+    """How it trains, and whether with a plan; levers of plans need one."""
+    planned = bool(one.regions)
+    return one.way if planned else without_plan_levers(one.way), planned
 
 
 def _note_of_ranks(best: Setting) -> str:

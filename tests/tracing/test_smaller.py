@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from trained import measured_peak, train
 from value_models import ROWS, Branching, Choosing, mean_square, workload
@@ -121,6 +122,17 @@ def test_a_batch_that_fits_is_traced_whole(kind: type[Branching]) -> None:
     assert not any(note.startswith("extrapolated") for note in graph.notes)
     measured = measured_peak(workload(kind, 512))
     assert simulate(graph).peak_bytes == pytest.approx(measured, rel=0.003)
+
+
+def test_small_tensors_of_a_card_are_drawn_on_by_their_type() -> None:
+    def step_of(rows: int) -> Graph:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(8, 32), nn.LayerNorm(32), nn.Linear(32, 4))
+        batch = torch.zeros(rows, 3, dtype=torch.int64)
+        return ckplan.profile(model, batch, loss=mean_square, gpu="RTX 4090")
+
+    two, four, many = map(step_of, (2, 4, 258))  # all blocks of two are of 512 B
+    assert extrapolate(two, four, (2, 4, 258)).storages == many.storages
 
 
 def test_what_grows_is_drawn_on_and_what_does_not_stays() -> None:
