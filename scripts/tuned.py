@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import _by_hand
@@ -32,7 +33,7 @@ import _measuring as measuring
 import _tuned_cards
 import torch
 
-from ckplan.units import format_bytes
+from ckplan.tuning.search import WaySearch
 
 LARGE: dict[str, tuple[str, ...]] = {"gpt2": (), "resnet50": (), "unet": ()}
 
@@ -61,30 +62,35 @@ def batches(args: argparse.Namespace) -> tuple[str, list[str]]:
     """The largest batches of a card."""
     rows: list[list[str]] = []
     for name, search in _tuned_cards.searches(LARGE, args):
-        least, most = search.largest_unplanned, search.largest_planned
-        one, bare = search.setting(most), search.setting(least)
-        assert one is not None
-        slower = None
-        if bare is not None:
-            slower = one.seconds_per_sample / bare.seconds_per_sample - 1
-        rows.append(
-            [
-                name,
-                format_bytes(search.limit.bytes),
-                *(str(least), str(most), f"{most / max(least, 1):.1f} x"),
-                measuring.format_overhead(one.overhead),
-                measuring.format_overhead(slower),
-            ]
-        )
-    headers = ("workload", "card", "no plan", "planned", "ratio", "overhead")
+        for expandable in (False, True):
+            limit = replace(search.limit, expandable=expandable)
+            rows.append(_largest(name, search.with_limit(limit)))
+    headers = ("workload", "segments", "no plan", "planned", "ratio", "overhead")
     return measuring.make_table((*headers, "per sample"), rows), []
+
+
+def _largest(name: str, search: WaySearch) -> list[str]:
+    least, most = search.largest_unplanned, search.largest_planned
+    one, bare = search.setting(most), search.setting(least)
+    assert one is not None
+    slower = None
+    if bare is not None:
+        slower = one.seconds_per_sample / bare.seconds_per_sample - 1
+    return [
+        name,
+        "expandable" if search.limit.expandable else "usual",
+        *(str(least), str(most), f"{most / max(least, 1):.1f} x"),
+        measuring.format_overhead(one.overhead),
+        measuring.format_overhead(slower),
+    ]
 
 
 _BATCHES = """Shows how much larger a batch can be with a plan.
 
 The largest batch of a card with a plan, over the largest one without, and what the
 plan costs there; "per sample" is beyond the seconds of a sample at the largest batch
-without.
+without. Segments are those of PyTorch's allocator, as usual and with
+`PYTORCH_ALLOC_CONF=expandable_segments:True`.
 """
 PARTS: Mapping[str, _Part] = {
     "hand": _Part(

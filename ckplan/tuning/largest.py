@@ -32,10 +32,11 @@ def largest_batch(
     start: int = 1,
     most: int = MOST_ROWS,
     simulator: Callable[[Graph], Simulator] = Simulator,
-) -> int:
-    """The largest number of rows whose step fits; 0 if not even one row does.
+) -> tuple[int, tuple[Region, ...]]:
+    """The largest number of rows whose step fits, and the plan under which it does.
 
-    Whatever fits at some batch is taken to fit at all smaller ones.
+    It is 0 if not even one row does. Whatever fits at some batch is taken to fit at all
+    smaller ones.
 
     Args:
         graph_at: The step at a number of rows.
@@ -46,7 +47,7 @@ def largest_batch(
         simulator: Replays a step.
     """
     replays = _Replays(graph_at, memory_limit, most, simulator)
-    largest = replays.largest_under((), start)
+    largest, regions = replays.largest_under((), start), tuple[Region, ...]()
     # The smallest plan of one batch is nearly that of others: replays find the largest
     # batch for it, and a search one row further finds whether another plan is smaller.
     tried = largest + 1
@@ -54,9 +55,10 @@ def largest_batch(
         found = _smallest_within(plans_at(tried), memory_limit)
         if found is None:
             break
-        largest = max(replays.largest_under(found[1], tried), tried)
+        regions = found[1]
+        largest = max(replays.largest_under(regions, tried), tried)
         tried = largest + 1
-    return largest
+    return largest, regions
 
 
 def largest_under(

@@ -18,6 +18,7 @@ from itertools import pairwise
 
 from ckplan.errors import CkplanError, WorkloadError
 from ckplan.graph.graph import Graph
+from ckplan.plan.region import Region
 from ckplan.simulating.extra_work import extra_work
 from ckplan.simulating.simulate import Simulator
 from ckplan.solving.memory_limit import MemoryLimit
@@ -61,14 +62,19 @@ class WaySearch:
         """Largest micro-batch without a plan; 0 if not one row fits."""
         if self.bare is not None:
             return self.bare.largest_unplanned
-        return self._largest(planned=False)
+        return self._largest(planned=False)[0]
 
     @cached_property
     def largest_planned(self) -> int:
         """Largest micro-batch with some plan; 0 if not one row fits."""
-        return max(self._largest(planned=True), self.largest_unplanned)
+        return max(self._farthest[0], self.largest_unplanned)
 
-    def _largest(self, *, planned: bool) -> int:
+    @cached_property
+    def _farthest(self) -> tuple[int, tuple[Region, ...]]:
+        """The largest micro-batch of all plans, and its plan."""
+        return self._largest(planned=True)
+
+    def _largest(self, *, planned: bool) -> tuple[int, tuple[Region, ...]]:
         most = {} if self.total is None else {"most": self._own_total}
         start, like = self.start, self.like
         if like is not None:
@@ -175,7 +181,12 @@ class WaySearch:
                 if found := plan_within(there, self.limit):
                     return found
         found = plan_within(self.plans_at(rows), self.limit)
-        return found or plan_within(self.planner_at(rows), self.limit)
+        found = found or plan_within(self.planner_at(rows), self.limit)
+        if found is None and self.__dict__.get("_farthest", (0, ()))[0] == rows:
+            # A plan of another batch, of which the allocator holds fewer bytes.
+            regions = self._farthest[1]
+            return self.simulator(self.graph_at(rows)).run(regions), regions
+        return found
 
     def _setting_of(self, rows: int, found: ReplayedPlan) -> Setting:
         timeline, regions = found
@@ -327,7 +338,7 @@ class WaySearch:
         """Forget what was found on steps that are drawn otherwise now."""
         self._settings.clear()
         self._lever_plans.clear()
-        for name in ("largest_unplanned", "largest_planned"):
+        for name in ("largest_unplanned", "largest_planned", "_farthest"):
             self.__dict__.pop(name, None)
 
 

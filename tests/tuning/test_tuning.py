@@ -21,6 +21,7 @@ from ckplan.solving.memory_limit import MemoryLimit
 from ckplan.solving.planner import Planner
 from ckplan.solving.replays import ReplayedPlan
 from ckplan.tuning import plan_levers
+from ckplan.tuning import search as tuning_search
 from ckplan.tuning.answer import plan_of
 from ckplan.tuning.known_batches import STEPS
 from ckplan.tuning.largest import largest_batch, largest_number, largest_under
@@ -258,7 +259,8 @@ def test_the_plan_of_the_best_setting_replays_at_its_batch() -> None:
 def test_the_largest_batch_is_the_last_that_fits(planned: bool) -> None:
     limit = MemoryLimit(1_200)
     planner_at = (lambda rows: Planner(step_at(rows))) if planned else None
-    found = largest_batch(step_at, limit, planner_at, start=3)
+    found, regions = largest_batch(step_at, limit, planner_at, start=3)
+    assert Simulator(step_at(found)).run(regions).peak_bytes <= limit.bytes
 
     def fits(rows: int) -> bool:
         planner = Planner(step_at(rows))
@@ -266,6 +268,18 @@ def test_the_largest_batch_is_the_last_that_fits(planned: bool) -> None:
         return least.peak_bytes <= limit.bytes
 
     assert [fits(found), fits(found + 1)] == [True, False]
+
+
+def test_the_largest_planned_batch_has_a_setting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    search = Searches(record, MemoryLimit(1_200), Way(), 4).of(Way())
+    most = search.largest_planned
+    monkeypatch.setattr(tuning_search, "plan_within", lambda plans, limit: None)
+    found = search.setting(most)
+    assert found is not None and found.regions
+    assert found.peak_bytes <= 1_200
+    assert search.setting(most + 1) is None
 
 
 @pytest.mark.parametrize("start", [1, 5, 100, 4000])
