@@ -81,7 +81,7 @@ def step_json(
         if kind not in ("activation", "temporary")
     }
     at_peak = timeline.peak_by_kind
-    at_peak_rows = [_alive_json(row) for row in peak_tensors(timeline, _MOST_ROWS)]
+    at_peak_rows = [alive_json(row) for row in peak_tensors(timeline, _MOST_ROWS)]
     typed = [row for row in at_peak_rows if row["dtype"]]
     return {
         "model": graph.model,
@@ -133,7 +133,8 @@ def _caches(graph: Graph) -> list[tuple[str, str]]:
     return [("advice", f"{found.how}: {found.name}")]
 
 
-def _alive_json(row: Alive) -> dict[str, Any]:
+def alive_json(row: Alive) -> dict[str, Any]:
+    """What is alive of one maker, as JSON."""
     maker = row.maker
     return {
         "made_by": maker.name,

@@ -69,7 +69,8 @@ def _cards(tuned: Tuned) -> Iterator[tuple[str, str, str]]:
     step = units.format_seconds(best.step_seconds)
     yield "step", step, f"sending takes {sent}" if sent else "of the optimizer"
     peak = units.format_bytes(best.peak_bytes)
-    yield "peak", peak, f"{tuned.peak_at}; '{tuned.peak_owner}' has most of it"
+    largest_then = "".join(f"; {row}" for row in tuned.at_peak[:1])
+    yield "peak", peak, f"{tuned.peak_at}{largest_then}"
     largest = f"{tuned.largest_planned} with one"
     yield "largest batch", f"{tuned.largest_unplanned} without a plan", largest
     if tuned.batch_dims:

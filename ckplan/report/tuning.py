@@ -12,6 +12,7 @@ from rich.table import Table
 from ckplan import units
 from ckplan.report.extra_work import extra_work_json, extra_work_words
 from ckplan.report.plots import save_figure
+from ckplan.report.step import alive_json
 from ckplan.report.tables import add_row, key_value_table, make_table, section
 from ckplan.tuning.batch_dims import dims_words
 from ckplan.tuning.settings import Setting
@@ -20,6 +21,7 @@ from ckplan.tuning.tuned import LeverRow, Tuned
 LEVER_HEADERS = ("", "results", "saves", "per sample", "pays", "from", "on best")
 CURVE_HEADERS = ("batch", "no plan", "with a plan", "overhead", "peak")
 _CURVE_ROWS = 12
+_MOST_MOVERS = 3
 
 
 def tuned_report(found: Tuned) -> RenderableType:
@@ -95,7 +97,11 @@ def _best(found: Tuned) -> Iterator[tuple[str, str]]:
     yield "peak", f"{units.format_bytes(best.peak_bytes)}, in {found.peak_at}"
     if best.regions:
         yield "extra work", extra_work_words(best.extra)
-    yield "owner", f"'{found.peak_owner}' has most of the peak"
+    for number, row in enumerate(found.at_peak):
+        yield "" if number else "largest then", str(row)
+    movers = [f"{one.name} ({_bytes(one.saved_bytes)})" for one in found.movers]
+    if movers:
+        yield "moved most by", ", ".join(movers[:_MOST_MOVERS])
     yield (
         "largest batch",
         f"{found.largest_unplanned} without a plan, {found.largest_planned} with one",
@@ -229,6 +235,7 @@ def tuned_json(found: Tuned) -> dict[str, Any]:
         ],
         "peak_at": found.peak_at,
         "peak_owner": found.peak_owner,
+        "tensors_at_peak": [alive_json(row) for row in found.at_peak],
         "tokens_per_sample": found.tokens_per_sample,
         "batch_dims": dict(found.batch_dims),
         "costs": found.graph.costs,

@@ -13,6 +13,7 @@ from contextlib import suppress
 
 from ckplan.errors import CkplanError
 from ckplan.graph.records import MEASURED
+from ckplan.simulating.alive import peak_tensors
 from ckplan.solving.memory_limit import MemoryLimit
 from ckplan.tuning.batch_dims import dims_and_doubt
 from ckplan.tuning.batches import probe_rows
@@ -37,6 +38,7 @@ from ckplan.tuning.tuned import Alternative, Tuned, all_refused, gives_up, nothi
 from ckplan.units import format_bytes
 
 _MOST_CHECKS = 4
+_MOST_NAMED = 3  # tensors at the peak
 
 
 class Tuning:
@@ -137,6 +139,7 @@ class Tuning:
             curve=tuple(curve),
             peak_at=timeline.peak_at,
             peak_owner=owner,
+            at_peak=peak_tensors(timeline, _MOST_NAMED),
             notes=tuple(dict.fromkeys(self._notes)),
             batch_dims=dims,
         )

@@ -7,10 +7,13 @@ from dataclasses import dataclass, field
 
 from ckplan.errors import CkplanError, InfeasibleError
 from ckplan.graph.graph import Graph
+from ckplan.simulating.alive import Alive
 from ckplan.solving.memory_limit import MemoryLimit
 from ckplan.solving.planner import Planner
 from ckplan.tuning.settings import Setting
 from ckplan.units import format_bytes
+
+_WORTH = 0.01  # of the most bytes that a lever saves
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +54,18 @@ class Tuned:
     curve: tuple[tuple[int, Setting | None, Setting | None], ...]
     peak_at: str
     peak_owner: str  # kind of tensor
+    at_peak: tuple[Alive, ...] = ()  # the largest tensors then
     notes: tuple[str, ...] = ()
     tokens_per_sample: int | None = None
     batch_dims: Mapping[str, int] = field(default_factory=dict)  # tensor -> its rows
+
+    @property
+    def movers(self) -> tuple[LeverRow, ...]:
+        """The levers that save bytes worth naming, the one that saves most first."""
+        saved = {one.name: one.saved_bytes or 0 for one in self.levers}
+        worth = max(_WORTH * max(saved.values(), default=0), 1)
+        saving = (one for one in self.levers if saved[one.name] >= worth)
+        return tuple(sorted(saving, key=lambda one: -saved[one.name]))
 
 
 def gives_up(one: Setting, best: Setting) -> str:

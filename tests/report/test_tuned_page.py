@@ -24,16 +24,20 @@ from ckplan.report.extra_work import extra_work_words
 from ckplan.report.figures import batches_figure
 from ckplan.report.tables import render
 from ckplan.report.tuning import (
+    LEVER_HEADERS,
     curve_cells,
     lever_cells,
     rate_words,
     setting_words,
+    tuned_json,
     tuned_report,
 )
+from ckplan.simulating.alive import peak_tensors
+from ckplan.simulating.simulate import Simulator
 from ckplan.solving.memory_limit import MemoryLimit
 from ckplan.tuning.settings import Way
 from ckplan.tuning.tune import Tuning
-from ckplan.tuning.tuned import Tuned
+from ckplan.tuning.tuned import LeverRow, Tuned
 
 LIMIT = 500
 
@@ -131,6 +135,21 @@ def test_a_page_has_the_settings_the_levers_and_the_curve(
     bold = [lever_cells(row) for row in tuned.levers if row.in_best]
     best = [curve_cells(row) for row in tuned.curve if row[0] == tuned.best.batch]
     assert read(page).bold == [*bold, *best] and bold
+
+
+def test_the_tensors_at_the_peak_are_named_and_what_moves_them(tuned: Tuned) -> None:
+    timeline = Simulator(tuned.graph).run(tuned.best.regions)
+    assert tuned.at_peak == peak_tensors(timeline, 3)
+    shown = " ".join(render(tuned_report(tuned)).split())
+    assert all(str(row) in shown for row in tuned.at_peak)
+    found = tuned_json(tuned)["tensors_at_peak"]
+    assert [row["bytes"] for row in found] == [row.bytes for row in tuned.at_peak]
+    assert tuned.movers[0].name == "recompute"  # the chain's weights are small
+    assert f"moved most by recompute ({saved(tuned.movers[0])})" in shown
+
+
+def saved(row: LeverRow) -> str:
+    return lever_cells(row)[LEVER_HEADERS.index("saves")]
 
 
 def test_the_chart_draws_the_curve(tuned: Tuned) -> None:
