@@ -23,8 +23,8 @@ def check_alone(others: Iterable[object], rest_is_default: bool) -> None:
     if not rest_is_default or any(one is not None for one in others):
         raise typer.BadParameter(
             "--compile takes --set, --input, --seed and --json beside it; verify also "
-            "a plan or --budget, --steps and --save, profile --generate and -o, and "
-            "compare --budget"
+            "a plan or --budget, --steps and --save, compare --budget, and profile "
+            "--generate, -o, --gpu, --device and --host"
         )
 
 
@@ -32,17 +32,32 @@ def profile_in_compiled(
     spec: WorkloadSpec,
     seed: int,
     generate: bool,
+    place: tuple[str | None, str | None, float],
     others: Iterable[object],
     rest_is_default: bool,
 ) -> Graph:
-    """Trace the compiled step of a workload; ``others`` are options it cannot have."""
+    """Trace the compiled step of a workload; ``others`` are options it cannot have.
+
+    ``place`` is the device, the card and the speed of the processor beside it.
+    """
     check_alone(others, rest_is_default)
+    device, gpu, host = place
+    if generate and (gpu is not None or (device or "cpu") != "cpu"):
+        raise typer.BadParameter("--generate runs on the CPU, for which code it is")
     from ckplan.compiling.step import profile_compiled
     from ckplan.report.progress import ProgressLine
 
     # Output of the workload does not belong on stdout.
     with ProgressLine(sys.stderr) as progress, redirect_stdout(sys.stderr):
-        return profile_compiled(spec, seed=seed, generate=generate, progress=progress)
+        return profile_compiled(
+            spec,
+            seed=seed,
+            generate=generate,
+            device=device,
+            gpu=gpu,
+            host=host,
+            progress=progress,
+        )
 
 
 def check_not_compiled(budget: str | None, save: Path | None) -> None:

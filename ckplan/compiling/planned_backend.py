@@ -13,6 +13,7 @@ from torch import fx, nn
 
 from ckplan import units
 from ckplan.compiling.dynamic import compiled_for, sizes_of, with_sizes
+from ckplan.compiling.elsewhere import saved_on_card
 from ckplan.compiling.finding import find_parts, key_of, run_uncompiled
 from ckplan.compiling.lowering import DynamoGraph
 from ckplan.compiling.outside import Outside
@@ -21,6 +22,7 @@ from ckplan.compiling.parts import Parts
 from ckplan.compiling.refusals import (
     check_inputs,
     check_within_budget,
+    device_of,
     place_of,
     refuse_dynamic,
     trains,
@@ -33,9 +35,7 @@ from ckplan.compiling.torch_errors import (
     require_hook,
     with_short_errors,
 )
-from ckplan.compiling.torch_names import (
-    compilation,
-)
+from ckplan.compiling.torch_names import compilation
 from ckplan.errors import ApplyError, CkplanError
 from ckplan.plan.file import load
 from ckplan.plan.plan import Plan
@@ -63,7 +63,8 @@ def compile(
             memory of what runs outside is not known.
         plan_or_budget: A limit on the bytes alive in forward and backward, with
             parameters and batch: ``"12GiB"``, ``"80%"`` of the unplanned compiled step,
-            or bytes. Or a plan for compiled code, or the path of its YAML file.
+            or bytes. Or a plan for compiled code, or the path of its YAML file. One
+            for CUDA is followed, and not replayed: its peak is the simulated one.
         reserve: Size subtracted from the budget, for memory that is not part of forward
             and backward.
         optimizer: Its state, and what its step allocates, count against the budget.
@@ -83,8 +84,8 @@ def compile(
         The compiled model.
 
     Raises:
-        ApplyError: This torch lacks the hook, or the step is not on a CPU; or there is
-            no C++ compiler. This and the next two are raised by the first forward.
+        ApplyError: This torch lacks the hook; or there is no C++ compiler, or the step
+            is not on a CPU, without a plan for CUDA. The first forward raises these.
         WorkloadError: The model does not compile as one graph.
         PlanError: The plan is for uncompiled code or another graph, or exceeds its
             budget.
@@ -135,7 +136,8 @@ def backend(
     know what the others keep alive: ``ckplan.compile(..., fullgraph=False)`` finds out.
     """
     require_hook()
-    if isinstance(plan_or_budget, Path) or _is_plan_file(plan_or_budget):
+    is_named = str(plan_or_budget).endswith((".yaml", ".yml"))
+    if isinstance(plan_or_budget, Path) or is_named:
         plan_or_budget = load(Path(str(plan_or_budget)))
     if not isinstance(plan_or_budget, (Plan, str, int)):
         raise CkplanError(
@@ -169,6 +171,7 @@ class Backend:
         self.outside = outside
         self._progress = progress
         self.chosen: list[Chosen] = []  # one per shape compiled for training
+        self.followed: list[Plan] = []  # on CUDA, without a replay
         self.parts: Parts | None = None  # of a step that may break
         self.shares: Mapping[str, Chosen] = {}  # by key of a graph of those
         self._budget_bytes: int | None = None  # of those
@@ -176,7 +179,7 @@ class Backend:
 
     @property
     def peak_bytes(self) -> int:
-        """Most bytes alive at once in a training step; 0 before one is planned."""
+        """Most bytes alive at once in a training step; 0 before one is replayed."""
         if self.parts is not None:
             replayed = {key: one.replayed for key, one in self.shares.items()}
             peak = self.parts.peak_bytes(replayed)
@@ -193,7 +196,7 @@ class Backend:
         """
         if self.parts is not None:
             return [self.parts.plan(self.shares, self._budget_bytes)]
-        return [one.plan for one in self.chosen]
+        return [one.plan for one in self.chosen] + self.followed
 
     def __call__(
         self,
@@ -205,10 +208,12 @@ class Backend:
     ) -> Callable[..., Any]:
         """Plan and compile a graph of Dynamo."""
         with errors_pass():
-            check_inputs(inputs, mode, options or {})
+            options, sizes = dict(options or {}), sizes_of(inputs)
+            check_inputs(inputs, mode, options, isinstance(self._wanted, Plan))
+            traced = DynamoGraph(graph, inputs, options, sizes)
+            if device_of(inputs) != "cpu":
+                return self._on_card(traced)
             require_compiler()
-            sizes = sizes_of(inputs)
-            traced = DynamoGraph(graph, inputs, dict(options or {}), sizes)
             if self.parts is not None:
                 return self._part(traced)
             planner = self._planner(with_sizes(traced) if sizes else traced)
@@ -221,6 +226,18 @@ class Backend:
         self.chosen.append(chosen)
         self._compilations.append(compilation())
         return call
+
+    def _on_card(self, traced: DynamoGraph) -> Callable[..., Any]:
+        """Compile a graph for CUDA: a plan is followed, and nothing replayed."""
+        joint = traced.trace() if trains(traced) else None
+        if joint is None:
+            return traced.compile(cached_partitioner(None))[0]
+        self._check_is_whole(traced.module)
+        assert isinstance(self._wanted, Plan)
+        saved = saved_on_card(self._wanted, joint)
+        self.followed.append(self._wanted)
+        self._compilations.append(compilation())
+        return traced.compile(cached_partitioner(saved))[0]
 
     def find_parts(
         self,
@@ -331,7 +348,3 @@ def _find_parts(
     parts = planned.find_parts(model, model, how, args, kwargs)
     if parts is not None and parts.notice is not None:
         warnings.warn(parts.notice, stacklevel=4)
-
-
-def _is_plan_file(wanted: object) -> bool:
-    return isinstance(wanted, str) and wanted.endswith((".yaml", ".yml"))

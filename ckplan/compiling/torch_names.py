@@ -81,6 +81,7 @@ __all__ = [
     "storage_key",
     "symbol_of",
     "tagged_parts",
+    "trace_joint",
     "without_duplicates",
 ]
 
@@ -274,6 +275,22 @@ def generate_code(
             gm,
             inputs,
             inner_compile=inner,
+            config_patches={**options, **_PROBE, _PARTITIONER: partitioner},
+        )
+
+
+def trace_joint(
+    gm: fx.GraphModule, inputs: Any, partitioner: Any, options: dict[str, Any]
+) -> None:
+    """Trace and divide the joint graph of a graph of Dynamo; generate no code.
+
+    Arguments are those of ``compile_with``.
+    """
+    with functorch_config.patch(**_PROBE_OF_AOT):
+        compile_fx(
+            gm,
+            inputs,
+            inner_compile=lambda part, given, **how: _not_compiled,
             config_patches={**options, **_PROBE, _PARTITIONER: partitioner},
         )
 

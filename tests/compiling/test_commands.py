@@ -322,9 +322,3 @@ def test_code_is_generated_for_compiled_steps_alone(run: Run) -> None:
     ended = run("profile", "model.py", "--generate")
     assert ended.code == 2
     assert "--generate goes with --compile alone" in " ".join(ended.err.split())
-
-
-def test_profiling_a_compiled_step_for_a_card_is_refused(run: Run) -> None:
-    ended = run("profile", "model.py", "--compile", "--gpu", "RTX 4090")
-    assert ended.code == 2
-    assert "--compile takes --set" in " ".join(ended.err.split())
