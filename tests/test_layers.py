@@ -78,8 +78,8 @@ ROOMS: dict[str, set[str]] = {
     | {"tracing.steps"},
     "compiling": BASICS
     | CORE
-    | {"solving", "training", "tracing", "tracing.faking", "tracing.recording"}
-    | {"tracing.costs", "tracing.cuda"},
+    | {"solving", "training", "applying", "tracing", "tracing.faking"}
+    | {"tracing.recording", "tracing.costs", "tracing.cuda"},
     "verifying": BASICS
     | CORE
     | {"solving", "training", "applying", "applying.tensors", "applying.rerunning"}

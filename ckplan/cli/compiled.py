@@ -15,6 +15,7 @@ from ckplan.cli.terminal import print_message, print_report
 
 if TYPE_CHECKING:
     from ckplan.graph.graph import Graph
+    from ckplan.plan.plan import Plan
     from ckplan.training.loading import WorkloadSpec
 
 
@@ -99,7 +100,7 @@ def verify_in_compiled(
     as_json: bool,
 ) -> None:
     """Compare compiled steps with a plan and without; write the plan if wanted."""
-    wanted = _one_of(plan, budget)
+    wanted, eager = _wanted(plan, budget)
     if save is not None:
         check_output(save, force)
     from ckplan.plan import file as plan_file
@@ -110,7 +111,7 @@ def verify_in_compiled(
     # Output of the workload does not belong on stdout.
     with ProgressLine(sys.stderr) as progress, redirect_stdout(sys.stderr):
         found, used = verify_compiled(
-            spec, wanted, steps=steps, seed=seed, progress=progress
+            spec, wanted, eager=eager, steps=steps, seed=seed, progress=progress
         )
     print_report(found.as_json() if as_json else compiled_report(found))
     if save is not None:
@@ -120,10 +121,21 @@ def verify_in_compiled(
         raise compiled_error(found)
 
 
-def _one_of(plan: Path | None, budget: str | None) -> Path | str:
-    """The plan or the budget, whichever is there."""
-    if plan is not None and budget is None:
-        return plan
-    if budget is not None and plan is None:
-        return budget
-    raise typer.BadParameter("--compile takes exactly one of a plan and --budget")
+def _wanted(plan: Path | None, budget: str | None) -> tuple[Plan | str, Plan | None]:
+    """The plan or the budget; and with both, a plan for what runs uncompiled."""
+    from ckplan.plan import file as plan_file
+    from ckplan.plan.plan import COMPILED
+
+    if plan is None:
+        if budget is None:
+            raise typer.BadParameter("--compile takes a plan or --budget")
+        return budget, None
+    found = plan_file.load(plan)
+    if budget is None:
+        return found, None
+    if found.code == COMPILED:
+        raise typer.BadParameter(
+            "--compile takes a plan for compiled code, or --budget, not both; beside "
+            "--budget, a plan is for code that runs uncompiled"
+        )
+    return budget, found

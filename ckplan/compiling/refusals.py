@@ -11,7 +11,7 @@ from torch import fx
 from ckplan import units
 from ckplan.compiling.lowering import DynamoGraph
 from ckplan.errors import ApplyError, PlanError
-from ckplan.plan.plan import Plan
+from ckplan.plan.plan import COMPILED, Plan
 
 _MODES = (None, "default", "reduce-overhead")
 
@@ -123,6 +123,7 @@ def check_same_graph(plan: Plan, digest: str, device: str = "cpu") -> None:
 
 
 def _refuse_levers(plan: Plan) -> None:
+    plan = plan.for_code(COMPILED)
     moving = next((one for one in plan.regions if one.offload), None)
     if moving is not None:
         raise PlanError(

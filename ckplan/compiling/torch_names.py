@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 try:
     from torch._dynamo.exc import (
         BackendCompilerFailed,
+        FailOnRecompileLimitHit,
         ShortenTraceback,
         TorchDynamoException,
     )
@@ -41,7 +42,7 @@ try:
 except (ImportError, OSError) as missing:  # what is amiss is said when it is needed
     MISSING: ImportError | OSError | None = missing
     CustomPartitionerFn = ShortenTraceback = object
-    TorchDynamoException = BackendCompilerFailed = ()
+    TorchDynamoException = BackendCompilerFailed = FailOnRecompileLimitHit = ()
     InvalidCxxCompiler = CppCompileError = ()
     get_cpp_compiler = None
 else:
@@ -60,6 +61,7 @@ __all__ = [
     "BackendCompilerFailed",
     "CppCompileError",
     "CustomPartitionerFn",
+    "FailOnRecompileLimitHit",
     "FakeTensorMode",
     "InvalidCxxCompiler",
     "OpOverload",
