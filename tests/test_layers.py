@@ -55,7 +55,6 @@ ROOMS: dict[str, set[str]] = {
     "applying": BASICS
     | WAISTS
     | {"training", "applying.moving", "applying.hooks", "applying.tiling"},
-    "compiling": BASICS | CORE | {"solving", "training"},
     "tracing.faking": {"training"},
     "tracing.recording": BASICS
     | WAISTS
@@ -77,6 +76,10 @@ ROOMS: dict[str, set[str]] = {
     | {"graph.sharding", "encodings", "training", "applying", "tracing.faking"}
     | {"tracing.recording", "tracing.costs", "tracing.hazards", "tracing.cuda"}
     | {"tracing.steps"},
+    "compiling": BASICS
+    | CORE
+    | {"solving", "training", "applying", "tracing", "tracing.faking"}
+    | {"tracing.recording", "tracing.costs", "tracing.cuda"},
     "verifying": BASICS
     | CORE
     | {"solving", "training", "applying", "applying.tensors", "applying.rerunning"}

@@ -194,6 +194,12 @@ def _take_off(model: nn.Module) -> None:
             one.take_off()
 
 
+def applied_plan(model: nn.Module) -> Plan | None:
+    """The plan that was applied to a model itself; None if none was."""
+    session = _session_of(model)
+    return None if session is None else session.plan
+
+
 def status(model: nn.Module) -> Status:
     """Counters of a model's regions, in the order of the plan.
 

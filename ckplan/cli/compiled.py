@@ -15,6 +15,7 @@ from ckplan.cli.terminal import print_message, print_report
 
 if TYPE_CHECKING:
     from ckplan.graph.graph import Graph
+    from ckplan.plan.plan import Plan
     from ckplan.training.loading import WorkloadSpec
 
 
@@ -23,8 +24,8 @@ def check_alone(others: Iterable[object], rest_is_default: bool) -> None:
     if not rest_is_default or any(one is not None for one in others):
         raise typer.BadParameter(
             "--compile takes --set, --input, --seed and --json beside it; verify also "
-            "a plan or --budget, --steps and --save, profile --generate and -o, and "
-            "compare --budget"
+            "a plan or --budget, --steps and --save, compare --budget, and profile "
+            "--generate, -o, --gpu, --device and --host"
         )
 
 
@@ -32,17 +33,32 @@ def profile_in_compiled(
     spec: WorkloadSpec,
     seed: int,
     generate: bool,
+    place: tuple[str | None, str | None, float],
     others: Iterable[object],
     rest_is_default: bool,
 ) -> Graph:
-    """Trace the compiled step of a workload; ``others`` are options it cannot have."""
+    """Trace the compiled step of a workload; ``others`` are options it cannot have.
+
+    ``place`` is the device, the card and the speed of the processor beside it.
+    """
     check_alone(others, rest_is_default)
+    device, gpu, host = place
+    if generate and (gpu is not None or (device or "cpu") != "cpu"):
+        raise typer.BadParameter("--generate runs on the CPU, for which code it is")
     from ckplan.compiling.step import profile_compiled
     from ckplan.report.progress import ProgressLine
 
     # Output of the workload does not belong on stdout.
     with ProgressLine(sys.stderr) as progress, redirect_stdout(sys.stderr):
-        return profile_compiled(spec, seed=seed, generate=generate, progress=progress)
+        return profile_compiled(
+            spec,
+            seed=seed,
+            generate=generate,
+            device=device,
+            gpu=gpu,
+            host=host,
+            progress=progress,
+        )
 
 
 def check_not_compiled(budget: str | None, save: Path | None) -> None:
@@ -84,7 +100,7 @@ def verify_in_compiled(
     as_json: bool,
 ) -> None:
     """Compare compiled steps with a plan and without; write the plan if wanted."""
-    wanted = _one_of(plan, budget)
+    wanted, eager = _wanted(plan, budget)
     if save is not None:
         check_output(save, force)
     from ckplan.plan import file as plan_file
@@ -95,7 +111,7 @@ def verify_in_compiled(
     # Output of the workload does not belong on stdout.
     with ProgressLine(sys.stderr) as progress, redirect_stdout(sys.stderr):
         found, used = verify_compiled(
-            spec, wanted, steps=steps, seed=seed, progress=progress
+            spec, wanted, eager=eager, steps=steps, seed=seed, progress=progress
         )
     print_report(found.as_json() if as_json else compiled_report(found))
     if save is not None:
@@ -105,10 +121,21 @@ def verify_in_compiled(
         raise compiled_error(found)
 
 
-def _one_of(plan: Path | None, budget: str | None) -> Path | str:
-    """The plan or the budget, whichever is there."""
-    if plan is not None and budget is None:
-        return plan
-    if budget is not None and plan is None:
-        return budget
-    raise typer.BadParameter("--compile takes exactly one of a plan and --budget")
+def _wanted(plan: Path | None, budget: str | None) -> tuple[Plan | str, Plan | None]:
+    """The plan or the budget; and with both, a plan for what runs uncompiled."""
+    from ckplan.plan import file as plan_file
+    from ckplan.plan.plan import COMPILED
+
+    if plan is None:
+        if budget is None:
+            raise typer.BadParameter("--compile takes a plan or --budget")
+        return budget, None
+    found = plan_file.load(plan)
+    if budget is None:
+        return found, None
+    if found.code == COMPILED:
+        raise typer.BadParameter(
+            "--compile takes a plan for compiled code, or --budget, not both; beside "
+            "--budget, a plan is for code that runs uncompiled"
+        )
+    return budget, found

@@ -175,17 +175,15 @@ def target_and_plan(given: Sequence[str]) -> tuple[str | None, Path]:
 def target_and_wish(
     given: Sequence[str], budget: str | None
 ) -> tuple[str, Path | None]:
-    """The target, and the plan if there is no budget.
+    """The target, and the plan if there is one.
 
     Raises:
-        BadParameter: The target is missing, or there is not exactly one of the two.
+        BadParameter: The target is missing, or there is neither plan nor budget.
     """
     if budget is not None and len(given) == 1 and not _is_plan(given[0]):
         return given[0], None
-    if budget is not None or len(given) == 1:
-        raise typer.BadParameter(
-            "--compile takes a target, and exactly one of a plan and --budget"
-        )
+    if len(given) == 1:
+        raise typer.BadParameter("--compile takes a target, and a plan or --budget")
     target, plan = target_and_plan(given)
     assert target is not None, "internal error: two arguments name a target"
     return target, plan

@@ -135,15 +135,10 @@ def profile(
                 spec.load()
         raise
     if compiled:
-        others = (device, gpu, sharding)
-        defaults = step.is_default and (host, replay, fresh, lengths, in_step) == (
-            1,
-            True,
-            False,
-            None,
-            None,
-        )
-        graph = profile_in_compiled(spec, seed, generate, others, defaults)
+        defaults = step.is_default and (replay, fresh) == (True, False)
+        others = (sharding, lengths, in_step)
+        place = (device, gpu, host)
+        graph = profile_in_compiled(spec, seed, generate, place, others, defaults)
         trace_file.save(graph, path, force=force)
         _show_trace(graph, path, as_json)
         print_message(f"wrote {path}")

@@ -97,6 +97,7 @@ def solve(
     sharding = rank.sharding()
     from ckplan.plan import file as plan_file
     from ckplan.report.progress import ProgressLine
+    from ckplan.simulating.moving import is_on_gpu
     from ckplan.solving import solve as solving
     from ckplan.solving.alternatives import alternatives
     from ckplan.solving.planner import Planner
@@ -142,7 +143,12 @@ def solve(
     mean = find_mean(graph, trace, sharding)
     if mean is not None:
         _tell_mean(plan, mean)
-    if "compiled" in graph.fingerprint and not graph.generated:
+    if "compiled" in graph.fingerprint and is_on_gpu(graph):
+        print_message(
+            "this peak is simulated, and no code was replayed; the optimizer is not "
+            "part of the trace: --reserve SIZE leaves room for its state"
+        )
+    elif "compiled" in graph.fingerprint and not graph.generated:
         print_message(
             "this peak is simulated; that of the generated code may be larger: `ckplan "
             f"verify TARGET --compile --budget {plan.budget_bytes}` plans to that one, "

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from ckplan.compiling.eager_code import eager_regions
 from ckplan.compiling.joining import Run
 from ckplan.compiling.lowering import DynamoGraph
 from ckplan.compiling.parts import Parts
@@ -99,6 +100,7 @@ def find_parts(
         uncompiled=seeker.uncompiled,
         code_bytes=dict(seeker.code_bytes),
         model=type(model).__name__,
+        eager=eager_regions(model),
     )
 
 

@@ -4,8 +4,7 @@ One op is a run of nodes of one module that Inductor can fuse; a contraction is 
 its own. Values that leave a run are storages. What torch saves without a plan are the
 saved tensors, and module calls come from the module stacks of the nodes. Seconds are
 estimates: a run reads its inputs and writes its outputs once, however many nodes it
-has. Where Inductor fuses across runs, its kernels move fewer bytes. Scratch memory of
-kernels that are not generated is measured.
+has. Where Inductor fuses across runs, its kernels move fewer bytes.
 """
 
 from __future__ import annotations
@@ -17,26 +16,21 @@ from dataclasses import dataclass, replace
 from torch import fx
 
 from ckplan.compiling import nodes
+from ckplan.compiling.costs import CardCosts, CpuCosts
 from ckplan.compiling.partition import JointGraph
 from ckplan.compiling.runs import leaves, main_of, runs_of
 from ckplan.compiling.torch_names import PRIMALS, TANGENTS
-from ckplan.compiling.workspaces import KernelBytes
+from ckplan.gpus import Gpu
 from ckplan.graph.graph import Graph
 from ckplan.graph.records import (
     BEFORE_STEP,
-    MULTIPLIES,
-    NO_WORKSPACE,
     OUTSIDE_CALLS,
     Call,
     Op,
     Saved,
     Storage,
-    Workspace,
 )
 from ckplan.training.fingerprint import torch_version
-
-COSTS = "estimated for compiled code"
-"""Source of the seconds."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +58,7 @@ def as_graph(
     kernel_bytes: Mapping[str, int] | None = None,
     *,
     fuses_more: bool = False,
+    gpu: Gpu | None = None,
 ) -> CompiledStep:
     """Make the ``Graph`` of a compiled step.
 
@@ -73,9 +68,11 @@ def as_graph(
         kernel_bytes: Of a replay; kernels that it does not have are measured.
         fuses_more: Constants divide no runs, and outputs of backward take the place of
             saved tensors. Whether Inductor's do, the replay of its code shows.
+        gpu: The card that has the costs; by default one core of this CPU.
     """
-    builder = _Builder(fuses_more, kernel_bytes or {})
-    builder.measure(joint.forward.graph, joint.backward.graph)
+    costs = CpuCosts(kernel_bytes or {}) if gpu is None else CardCosts(gpu)
+    builder = _Builder(fuses_more, costs)
+    costs.measure(joint.forward.graph, joint.backward.graph)
     builder.add_inputs(joint)
     builder.add_forward(joint.forward.graph)
     num_forward = len(builder.ops)
@@ -91,7 +88,7 @@ def as_graph(
         model=model,
         fingerprint={
             "torch": torch_version(),
-            "device": "cpu",
+            "device": costs.device,
             "compiled": joint.digest,
         },
         ops=tuple(builder.ops),
@@ -100,7 +97,8 @@ def as_graph(
         calls=tuple(builder.calls),
         num_forward=num_forward,
         num_backward=len(builder.ops) - num_forward,
-        costs=COSTS,
+        options={} if gpu is None else {"gpu": gpu.name},
+        costs=costs.source,
     )
     names = {s: node.name for node, s in builder.forward_storages.items()}
     return CompiledStep(graph, names, fuses_more, *builder.ends(joint), kernel_bytes)
@@ -109,8 +107,9 @@ def as_graph(
 class _Builder:
     """Appends ops in order, and numbers storages and calls."""
 
-    def __init__(self, fuses_more: bool, kernel_bytes: Mapping[str, int]) -> None:
+    def __init__(self, fuses_more: bool, costs: CpuCosts | CardCosts) -> None:
         self._fuses_more = fuses_more
+        self._costs = costs
         self.ops: list[Op] = []
         self.storages: list[Storage] = []
         self.calls: list[Call] = []
@@ -118,13 +117,6 @@ class _Builder:
         self.backward_storages: dict[fx.Node, int] = {}
         self._open: list[int] = []  # calls, the outermost first
         self._times = Counter[str]()
-        self._kernels = KernelBytes(kernel_bytes)
-
-    def measure(self, *parts: fx.Graph) -> None:
-        """Measure what kernels allocate that are not generated."""
-        for node in (node for part in parts for node in nodes.ops_of(part)):
-            self._workspace_of(node)
-        self._kernels.measure()
 
     def add_inputs(self, joint: JointGraph) -> None:
         """Number the storages of parameters, buffers and batch.
@@ -271,7 +263,7 @@ class _Builder:
             if kind != "temporary" or used.kind == kind:  # else a saved tensor holds it
                 self.storages[storage] = replace(used, last=number)
         moved = sum(self.storages[s].bytes for s in (*reads, *outputs))
-        arithmetic = sum(map(nodes.arithmetic_seconds, run))
+        seconds, launch_seconds = self._costs.seconds(run, moved)
         self.ops.append(
             Op(
                 name=nodes.name_of_op(main_of(run)).strip("_"),
@@ -279,21 +271,14 @@ class _Builder:
                 reads=reads,
                 writes=(),
                 outputs=tuple(outputs),
-                workspace=self._workspace_of(main_of(run)),
+                workspace=self._costs.workspace_of(main_of(run)),
                 flops=sum(map(nodes.flops_of, run)),
                 moved_bytes=moved,
-                seconds=max(arithmetic, nodes.moving_seconds(moved)),
+                seconds=seconds,
+                launch_seconds=launch_seconds,
                 random=any(map(nodes.is_draw, run)),
             )
         )
-
-    def _workspace_of(self, node: fx.Node) -> Workspace:
-        if not nodes.is_alone(node) or nodes.name_of_op(node) in MULTIPLIES:
-            return NO_WORKSPACE
-        given = fx.map_arg((node.args, node.kwargs), lambda one: one.meta["val"])
-        most_bytes = self._kernels.bytes_of(node.target, *given)
-        beyond = most_bytes - nodes.num_bytes(node)
-        return Workspace(after=(beyond,)) if beyond > 0 else NO_WORKSPACE
 
     def _enter(self, around: nodes.Modules) -> int:
         """Open and close calls until those around the next op are open."""

@@ -14,7 +14,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from ckplan.compiling.graph import COSTS, CompiledStep
+from ckplan.compiling.costs import COSTS
+from ckplan.compiling.graph import CompiledStep
 from ckplan.graph.graph import Graph
 from ckplan.graph.records import BEFORE_STEP, Call, Op, Saved, Storage
 from ckplan.plan.region import Region

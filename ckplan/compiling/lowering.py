@@ -19,6 +19,7 @@ from ckplan.compiling.torch_names import (
     evaluate,
     generate_code,
     layout_at,
+    trace_joint,
 )
 
 
@@ -91,6 +92,16 @@ class DynamoGraph:
         options = {**self.options, **(QUICK if quick else {})}
         generate_code(self.copied(), self.inputs, partitioner, options, record)
         return partitioner.seen, _both(found)
+
+    def trace(self) -> JointGraph | None:
+        """The joint graph as torch divides it, without any code for a device.
+
+        Returns:
+            None if nothing requires a gradient.
+        """
+        partitioner = Partitioner(None)
+        trace_joint(self.copied(), self.inputs, partitioner, dict(self.options))
+        return partitioner.seen
 
 
 def lower_alone(graph: fx.GraphModule, inputs: Sequence[Any]) -> Code:

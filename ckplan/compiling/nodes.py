@@ -20,6 +20,7 @@ Modules = tuple[tuple[str, str], ...]
 _LOCAL = re.compile(r"^L\['\w+'\]\.?")
 # Dynamo looks up what a class finds by a __getattr__ of its own.
 _LOOKED_UP = re.compile(r"__dict__\['_modules'\]\['(\w+)'\]")
+_CARD, _CPU = re.compile(r"device\(type='cuda', index=\d+\)"), "device(type='cpu')"
 # Of one CPU core. Only their ratios matter to a plan.
 _FLOPS_PER_SECOND = 45e9
 _BYTES_PER_SECOND = 8e9
@@ -146,7 +147,8 @@ def digest(graph: fx.Graph) -> str:
     """16 hexadecimal digits, equal for equal joint graphs: ops, arguments, shapes.
 
     The order of inputs does not count: it depends on how the model is called. Nor do
-    those without a gradient: sizes may be some.
+    those without a gradient: sizes may be some. A card is named as the CPU, on which
+    such a graph is traced where there is no card.
     """
     names: dict[fx.Node, str] = {}
     parts = []
@@ -156,7 +158,8 @@ def digest(graph: fx.Graph) -> str:
             parts += sorted(map(str, filter(None, pytree.tree_leaves(given))))
         elif node.op != "placeholder":
             parts.append(f"{_as_seen(node, names)}={node.target}{given}:{_made(node)}")
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+    text = _CARD.sub(_CPU, "\n".join(parts))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _as_seen(node: fx.Node, names: dict[fx.Node, str]) -> str:

@@ -22,7 +22,7 @@ from ckplan.compiling.replay import Replayed
 from ckplan.compiling.search import WAYS, Candidate, Chosen, CompiledPlanner
 from ckplan.errors import InfeasibleError
 from ckplan.graph.records import BEFORE_STEP, GeneratedCode, SavingRegion
-from ckplan.plan.plan import Plan, Prediction, plan_fingerprint
+from ckplan.plan.plan import Plan, PlannedRegion, Prediction, plan_fingerprint
 from ckplan.plan.region import Region
 from ckplan.plan.resolve import describe, resolve
 from ckplan.simulating.simulate import Simulator
@@ -42,6 +42,7 @@ class Parts:
     model: str = "model"
     # Saved by code that is not compiled, by path of the module that runs it.
     code_bytes: Mapping[str, int] = field(default_factory=dict)
+    eager: tuple[PlannedRegion, ...] = ()  # regions that such code follows
 
     @property
     def saved_uncompiled_bytes(self) -> int:
@@ -64,11 +65,13 @@ class Parts:
             for path, num_bytes in self.code_bytes.items()
         )
         why = "".join(f"; Inductor fails at {one}" for one in self.uncompiled.values())
+        titles = ", ".join(one.title for one in self.eager)
+        plan = f"with regions for {titles}" if titles else "without a plan"
+        advice = "" if titles else "; ckplan.apply(model, plan), before, plans it"
         return (
             f"{len(self.runs)} graphs of the step are compiled; code between them runs "
-            f"uncompiled, without a plan, and keeps {keeps} for backward, which the "
-            f"budget includes: {code or 'no module'}{why}; ckplan.apply(model, plan), "
-            "before, plans it"
+            f"uncompiled, {plan}, and keeps {keeps} for backward, which the budget "
+            f"includes: {code or 'no module'}{why}{advice}"
         )
 
     def peak_bytes(self, replayed: Mapping[str, Replayed]) -> int:
@@ -122,7 +125,7 @@ class Parts:
                 overhead=self.overhead_of({k: c.overhead for k, c in chosen.items()}),
                 unplanned_peak_bytes=self.unplanned_peak_bytes,
             ),
-            regions=describe(graph, self._regions(chosen)),
+            regions=(*describe(graph, self._regions(chosen)), *self.eager),
         )
 
     def generated(self) -> tuple[GeneratedCode, ...]:

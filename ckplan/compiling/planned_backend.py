@@ -1,9 +1,7 @@
-"""``ckplan.compile`` and ``ckplan.backend``: a model compiled within a budget."""
+"""``ckplan.backend``: a backend for ``torch.compile`` that plans what it is given."""
 
 from __future__ import annotations
 
-import functools
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +11,9 @@ from torch import fx, nn
 
 from ckplan import units
 from ckplan.compiling.dynamic import compiled_for, sizes_of, with_sizes
-from ckplan.compiling.finding import find_parts, key_of, run_uncompiled
+from ckplan.compiling.eager_code import check_has_no_eager_code, read_wanted
+from ckplan.compiling.elsewhere import saved_on_card
+from ckplan.compiling.finding import find_parts, key_of
 from ckplan.compiling.lowering import DynamoGraph
 from ckplan.compiling.outside import Outside
 from ckplan.compiling.partition import cached_partitioner
@@ -21,6 +21,7 @@ from ckplan.compiling.parts import Parts
 from ckplan.compiling.refusals import (
     check_inputs,
     check_within_budget,
+    device_of,
     place_of,
     refuse_dynamic,
     trains,
@@ -31,93 +32,10 @@ from ckplan.compiling.torch_errors import (
     errors_pass,
     require_compiler,
     require_hook,
-    with_short_errors,
 )
-from ckplan.compiling.torch_names import (
-    compilation,
-)
+from ckplan.compiling.torch_names import compilation
 from ckplan.errors import ApplyError, CkplanError
-from ckplan.plan.file import load
 from ckplan.plan.plan import Plan
-
-
-def compile(
-    model: Callable[..., Any],
-    plan_or_budget: Plan | Path | str | int,
-    *,
-    reserve: str | int = 0,
-    optimizer: torch.optim.Optimizer | None = None,
-    accumulate: bool = False,
-    progress: Progress | None = None,
-    **how: Any,
-) -> Any:
-    """Compile a model as ``torch.compile`` does, its training step within a budget.
-
-    The first forward plans: the values that forward saves are chosen such that the
-    generated code, replayed, stays within the budget. What backward computes again is
-    fused into kernels that run anyway. Loss and gradients are those of the compiled
-    unplanned step, dropout included.
-
-    Args:
-        model: The model, or a function that calls it. Compile what returns the loss:
-            memory of what runs outside is not known.
-        plan_or_budget: A limit on the bytes alive in forward and backward, with
-            parameters and batch: ``"12GiB"``, ``"80%"`` of the unplanned compiled step,
-            or bytes. Or a plan for compiled code, or the path of its YAML file.
-        reserve: Size subtracted from the budget, for memory that is not part of forward
-            and backward.
-        optimizer: Its state, and what its step allocates, count against the budget.
-        accumulate: Several backwards come before a step of the optimizer, so gradients
-            are there before backward; needs the optimizer.
-        progress: Told the stage of planning, the items done and their total.
-        how: Keyword arguments of ``torch.compile``, except ``backend``. By default,
-            the model must compile as a whole (``fullgraph=True``), if not before, then
-            after a forward that runs uncompiled; and every batch shape is compiled and
-            planned by itself (``dynamic=False``). Code for all sizes (``dynamic=True``)
-            has the plan for the largest that is known: that of ``mark_dynamic``, or of
-            the batch that it is compiled for. With ``fullgraph=False``, a module
-            may break into several graphs, which share the budget; the first forward
-            then runs three times more, uncompiled.
-
-    Returns:
-        The compiled model.
-
-    Raises:
-        ApplyError: This torch lacks the hook, or the step is not on a CPU; or there is
-            no C++ compiler. This and the next two are raised by the first forward.
-        WorkloadError: The model does not compile as one graph.
-        PlanError: The plan is for uncompiled code or another graph, or exceeds its
-            budget.
-        InfeasibleError: No plan fits; the smallest replayed peak is named.
-    """
-    if "backend" in how or not callable(model):
-        what = (
-            "a backend" if "backend" in how else f"the {type(model).__name__} {model!r}"
-        )
-        raise CkplanError(
-            f"cannot compile with {what}: ckplan.compile is given a model and a budget",
-            needed="a model, or a function that calls it; no backend",
-            hint="torch.compile(model, backend=ckplan.backend(budget))",
-        )
-    how = {"fullgraph": True, "dynamic": False, **how}
-    planned = backend(
-        plan_or_budget,
-        reserve=reserve,
-        optimizer=optimizer,
-        accumulate=accumulate,
-        progress=progress,
-    )
-    planned.model = getattr(model, "__name__", type(model).__name__)
-    compiled = torch.compile(model, backend=planned, **how)
-    if not isinstance(compiled, nn.Module):
-        return with_short_errors(compiled)
-    prepare = settle = None
-    if how["fullgraph"]:
-        settle = functools.partial(run_uncompiled, model, model)
-    else:
-        prepare = functools.partial(_find_parts, planned, model, how)
-    compiled.forward = with_short_errors(compiled.forward, prepare, settle)
-    return compiled
 
 
 def backend(
@@ -135,8 +53,8 @@ def backend(
     know what the others keep alive: ``ckplan.compile(..., fullgraph=False)`` finds out.
     """
     require_hook()
-    if isinstance(plan_or_budget, Path) or _is_plan_file(plan_or_budget):
-        plan_or_budget = load(Path(str(plan_or_budget)))
+    plan_or_budget = read_wanted(plan_or_budget)
+    check_has_no_eager_code(plan_or_budget)
     if not isinstance(plan_or_budget, (Plan, str, int)):
         raise CkplanError(
             f"cannot compile within a {type(plan_or_budget).__name__}",
@@ -169,6 +87,7 @@ class Backend:
         self.outside = outside
         self._progress = progress
         self.chosen: list[Chosen] = []  # one per shape compiled for training
+        self.followed: list[Plan] = []  # on CUDA, without a replay
         self.parts: Parts | None = None  # of a step that may break
         self.shares: Mapping[str, Chosen] = {}  # by key of a graph of those
         self._budget_bytes: int | None = None  # of those
@@ -176,7 +95,7 @@ class Backend:
 
     @property
     def peak_bytes(self) -> int:
-        """Most bytes alive at once in a training step; 0 before one is planned."""
+        """Most bytes alive at once in a training step; 0 before one is replayed."""
         if self.parts is not None:
             replayed = {key: one.replayed for key, one in self.shares.items()}
             peak = self.parts.peak_bytes(replayed)
@@ -193,7 +112,7 @@ class Backend:
         """
         if self.parts is not None:
             return [self.parts.plan(self.shares, self._budget_bytes)]
-        return [one.plan for one in self.chosen]
+        return [one.plan for one in self.chosen] + self.followed
 
     def __call__(
         self,
@@ -205,10 +124,12 @@ class Backend:
     ) -> Callable[..., Any]:
         """Plan and compile a graph of Dynamo."""
         with errors_pass():
-            check_inputs(inputs, mode, options or {})
+            options, sizes = dict(options or {}), sizes_of(inputs)
+            check_inputs(inputs, mode, options, isinstance(self._wanted, Plan))
+            traced = DynamoGraph(graph, inputs, options, sizes)
+            if device_of(inputs) != "cpu":
+                return self._on_card(traced)
             require_compiler()
-            sizes = sizes_of(inputs)
-            traced = DynamoGraph(graph, inputs, dict(options or {}), sizes)
             if self.parts is not None:
                 return self._part(traced)
             planner = self._planner(with_sizes(traced) if sizes else traced)
@@ -221,6 +142,18 @@ class Backend:
         self.chosen.append(chosen)
         self._compilations.append(compilation())
         return call
+
+    def _on_card(self, traced: DynamoGraph) -> Callable[..., Any]:
+        """Compile a graph for CUDA: a plan is followed, and nothing replayed."""
+        joint = traced.trace() if trains(traced) else None
+        if joint is None:
+            return traced.compile(cached_partitioner(None))[0]
+        self._check_is_whole(traced.module)
+        assert isinstance(self._wanted, Plan)
+        saved = saved_on_card(self._wanted, joint)
+        self.followed.append(self._wanted)
+        self._compilations.append(compilation())
+        return traced.compile(cached_partitioner(saved))[0]
 
     def find_parts(
         self,
@@ -322,16 +255,3 @@ class Backend:
                 "graph_breaks shows the break; under DDP, "
                 "torch._dynamo.config.optimize_ddp=False",
             )
-
-
-def _find_parts(
-    planned: Backend, model: nn.Module, how: Mapping[str, Any], args: Any, kwargs: Any
-) -> None:
-    """Plan all graphs before the first forward; warn of what runs uncompiled."""
-    parts = planned.find_parts(model, model, how, args, kwargs)
-    if parts is not None and parts.notice is not None:
-        warnings.warn(parts.notice, stacklevel=4)
-
-
-def _is_plan_file(wanted: object) -> bool:
-    return isinstance(wanted, str) and wanted.endswith((".yaml", ".yml"))

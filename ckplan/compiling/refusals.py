@@ -11,15 +11,21 @@ from torch import fx
 from ckplan import units
 from ckplan.compiling.lowering import DynamoGraph
 from ckplan.errors import ApplyError, PlanError
-from ckplan.plan.plan import Plan
+from ckplan.plan.plan import COMPILED, Plan
 
 _MODES = (None, "default", "reduce-overhead")
 
 
 def check_inputs(
-    inputs: Sequence[Any], mode: str | None, options: Mapping[str, Any]
+    inputs: Sequence[Any],
+    mode: str | None,
+    options: Mapping[str, Any],
+    follows_plan: bool = False,
 ) -> None:
-    """Refuse what the replay was not shown to be exact for."""
+    """Refuse what the replay was not shown to be exact for.
+
+    A plan can be followed on CUDA without a replay: what forward saves is the plan's.
+    """
     tuned = [name for name, on in options.items() if on and "max_autotune" in name]
     if tuned:
         raise ApplyError(
@@ -33,14 +39,29 @@ def check_inputs(
             needed=f"one of {', '.join(map(str, _MODES))}",
             hint="leave out mode",
         )
-    for value in inputs:
-        if isinstance(value, torch.Tensor) and value.device.type != "cpu":
+    device = device_of(inputs)
+    if device == "cuda" and follows_plan:
+        if mode == "reduce-overhead":
             raise ApplyError(
-                f"cannot plan compiled code for {value.device.type}: the replay of "
-                "generated code was measured on CPUs alone",
-                needed="a model and a batch on the CPU",
-                hint="ckplan.apply, which plans uncompiled code on GPUs",
+                "cannot follow a plan in CUDA graphs: what their memory holds is not "
+                "known",
+                needed="mode='default'",
+                hint="leave out mode",
             )
+    elif device != "cpu":
+        raise ApplyError(
+            f"cannot plan compiled code for {device} within a budget: the replay of "
+            "generated code was measured on CPUs alone",
+            needed="a model and a batch on the CPU; on CUDA, a plan",
+            hint="ckplan profile model.py --compile --gpu 'RTX 4090', ckplan solve, "
+            "then ckplan.compile(model, 'plan.yaml'); or ckplan.apply, uncompiled",
+        )
+
+
+def device_of(inputs: Sequence[Any]) -> str:
+    """The type of device of a graph's inputs; ``cpu`` if all are there."""
+    found = (one.device.type for one in inputs if isinstance(one, torch.Tensor))
+    return next((one for one in found if one != "cpu"), "cpu")
 
 
 def refuse_dynamic(inputs: Sequence[Any]) -> None:
@@ -72,21 +93,28 @@ def _needs_gradient(value: object) -> bool:
     return isinstance(value, torch.Tensor) and value.requires_grad
 
 
-def check_same_graph(plan: Plan, digest: str) -> None:
+def check_same_graph(plan: Plan, digest: str, device: str = "cpu") -> None:
     """Refuse a plan for another compiled step, or one that compiled code cannot follow.
+
+    Args:
+        plan: The plan.
+        digest: Of the joint graph.
+        device: The type of device of the step.
 
     Raises:
         PlanError: It is for another step, for uncompiled code, or it moves tensors.
     """
     made_for = plan.fingerprint.get("compiled")
-    if made_for == digest:
+    its_device = plan.fingerprint.get("device", device)
+    if made_for is None:
+        what = "it is for uncompiled code"
+    elif its_device != device:
+        what = f"it is for {its_device}, and the model is on {device}"
+    elif made_for != digest:
+        what = f"it is for the compiled graph {made_for}, this is {digest}"
+    else:
         _refuse_levers(plan)
         return
-    what = (
-        "it is for uncompiled code"
-        if made_for is None
-        else f"it is for the compiled graph {made_for}, this is {digest}"
-    )
     raise PlanError(
         f"cannot compile with the plan of '{plan.model}': {what}",
         needed="a plan for this model, batch and torch, compiled",
@@ -95,6 +123,7 @@ def check_same_graph(plan: Plan, digest: str) -> None:
 
 
 def _refuse_levers(plan: Plan) -> None:
+    plan = plan.for_code(COMPILED)
     moving = next((one for one in plan.regions if one.offload), None)
     if moving is not None:
         raise PlanError(

@@ -22,10 +22,10 @@ from ckplan.compiling.lowering import DynamoGraph, Lowered
 from ckplan.compiling.partition import JointGraph
 from ckplan.compiling.refusals import check_same_graph, check_within_budget
 from ckplan.compiling.replay import Replayed, replay
+from ckplan.compiling.saved_values import flat, saved_by
 from ckplan.errors import InfeasibleError
-from ckplan.graph.records import BEFORE_STEP
 from ckplan.plan.plan import Plan, Prediction, plan_fingerprint
-from ckplan.plan.region import PROGRAM, Region
+from ckplan.plan.region import Region
 from ckplan.plan.resolve import describe, resolve
 from ckplan.simulating.simulate import Simulator
 from ckplan.solving.planner import Planner
@@ -209,10 +209,11 @@ class CompiledPlanner:
 
     def candidate(self, regions: Sequence[Region]) -> Candidate:
         """What compiled code can have of a plan for single ops: nothing nested."""
-        flat = tuple(map(_flat, regions))
-        peak_bytes = self._planner.simulator.run(flat).peak_bytes
-        saved = self._saved(flat) if flat else self._own
-        return Candidate(flat, peak_bytes, self.overhead_of(saved), saved)
+        found = tuple(map(flat, regions))
+        simulator = self._planner.simulator
+        saved = saved_by(self.step, simulator, found) if found else self._own
+        peak_bytes = simulator.run(found).peak_bytes
+        return Candidate(found, peak_bytes, self.overhead_of(saved), saved)
 
     def overhead_of(self, saved: frozenset[str] | None) -> float:
         """Estimated seconds that saving the given values adds, as a fraction.
@@ -286,25 +287,6 @@ class CompiledPlanner:
         made = frozenset(nodes.base_of(one).name for one in found if one.name in names)
         return saving(self.step, (Region(0),), made)
 
-    def _saved(self, regions: Sequence[Region]) -> frozenset[str]:
-        """Names of the nodes that forward saves under regions.
-
-        They are the saved tensors that no region drops, and what the regions retain.
-        """
-        graph, name_of = self.step.graph, self.step.name_of
-        simulator = self._planner.simulator
-        dropped: set[int] = set()
-        kept: set[int] = set()
-        for region in regions:
-            dropped |= simulator.effect(region).dropped
-            last = region.call if region.last is None else region.last
-            view = simulator.view(region.call, last)
-            program, _ = view.program(region)
-            kept |= {view.flow.storage_of[value] for value in program.retained}
-        kept |= {s.storage for i, s in enumerate(graph.saved) if i not in dropped}
-        made = (s for s in kept if graph.storages[s].maker != BEFORE_STEP)
-        return frozenset(name_of[storage] for storage in made)
-
     def _nothing_fits(self, budget_bytes: int) -> InfeasibleError:
         smallest = min(one.peak_bytes for one in self._replayed.values())
         budget, floor = map(units.format_bytes, (budget_bytes, smallest))
@@ -338,8 +320,3 @@ def budgets_to_try(low: int, high: int) -> Iterator[int]:
         yield low + (high - low) * place // (parts * NEAR_FLOOR)
     for place in range(1, NEAR_FLOOR):
         yield low + (high - low) * place // (4 * NEAR_FLOOR)
-
-
-def _flat(region: Region) -> Region:
-    """The region as compiled code can have it: op by op, with nothing nested."""
-    return Region(region.call, PROGRAM, region.save, region.last)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import fx, nn
 
 from ckplan import units
+from ckplan.compiling.elsewhere import profile_for_card
 from ckplan.compiling.finding import find_parts, run_uncompiled
 from ckplan.compiling.lowering import DynamoGraph
 from ckplan.compiling.parts import Parts, only
@@ -22,8 +24,11 @@ from ckplan.compiling.torch_errors import (
     errors_pass,
     require_hook,
 )
-from ckplan.errors import GraphBreakError, WorkloadError
+from ckplan.errors import CkplanError, GraphBreakError, WorkloadError
+from ckplan.gpus import DEFAULT, find
 from ckplan.graph.graph import Graph
+from ckplan.tracing.target import find_target
+from ckplan.training.fingerprint import fingerprint
 from ckplan.training.loading import WorkloadSpec, as_spec
 from ckplan.training.losses import arguments_of, pick_loss
 from ckplan.training.workload import Workload
@@ -52,6 +57,15 @@ def compiled_loss(workload: Workload, backend: Any) -> Callable[[], torch.Tensor
             return call(*given)
 
     return loss
+
+
+def _steps(
+    workload: Workload, backend: Any
+) -> tuple[Callable[[], object], Callable[[], object]]:
+    """The step of a workload, compiled as one graph, and uncompiled."""
+    return compiled_loss(workload, backend), partial(
+        loss_of_model, workload.model, workload
+    )
 
 
 def parted_loss(workload: Workload, backend: Any) -> Callable[[], torch.Tensor]:
@@ -116,6 +130,9 @@ def profile_compiled(
     *,
     seed: int = 0,
     generate: bool = False,
+    device: str | None = None,
+    gpu: str | None = None,
+    host: float = 1.0,
     progress: Progress | None = None,
 ) -> Graph:
     """Trace a workload's compiled step, forward, loss and backward, as a ``Graph``.
@@ -128,7 +145,11 @@ def profile_compiled(
         spec: Where the workload comes from.
         seed: Seed of all random numbers.
         generate: Generate and replay the code of every plan that a budget may get: what
-            ``solve`` finds is exact then, without torch.
+            ``solve`` finds is exact then, without torch. Not for a card.
+        device: ``cpu`` or ``cuda``; by default ``cuda`` if a card is named. For that,
+            nothing runs and nothing is replayed: see ``elsewhere.py``.
+        gpu: A card of ``ckplan gpus``; its roofline gives seconds.
+        host: Speed of the processor beside the card, relative to this one.
         progress: Told of the work.
 
     Raises:
@@ -137,8 +158,19 @@ def profile_compiled(
         CkplanError: The workload cannot be built.
     """
     require_hook()
+    target = find_target(device or ("cpu" if gpu is None else "cuda"), gpu, host)
+    if target.device.type == "cuda":
+        make, card = as_spec(spec).load(), target.gpu or find(DEFAULT)
+        return profile_for_card(make, _steps, card, seed=seed, host=host)
+    if gpu is not None:
+        raise CkplanError(
+            f"cannot trace a compiled step with bytes of the CPU and seconds of {gpu}",
+            needed="a step that is compiled for the one or the other",
+            hint="leave out --device, or --gpu",
+        )
     torch.manual_seed(seed)
-    parts = parts_of(as_spec(spec).build(), progress)
+    workload = as_spec(spec).build()
+    parts = parts_of(workload, progress)
     peak_bytes = parts.unplanned_peak_bytes
     peak = units.format_bytes(peak_bytes)
     notes = [f"replay of the generated code: {peak} ({peak_bytes} B) unplanned"]
@@ -147,8 +179,13 @@ def profile_compiled(
     elif len(parts.runs) > 1:
         notes.append(f"{len(parts.runs)} compiled graphs; nothing runs uncompiled")
     graph = parts.joined.graph
-    generated = parts.generated() if generate else ()
-    return replace(graph, notes=tuple(notes), generated=generated)
+    shapes = fingerprint(workload, torch.device("cpu"))["batch"]
+    return replace(
+        graph,
+        fingerprint={**graph.fingerprint, "batch": shapes},
+        notes=tuple(notes),
+        generated=parts.generated() if generate else (),
+    )
 
 
 def _alone(

@@ -13,6 +13,7 @@ from ckplan.compiling import torch_names
 from ckplan.compiling.torch_names import (
     BackendCompilerFailed,
     CppCompileError,
+    FailOnRecompileLimitHit,
     InvalidCxxCompiler,
     ShortenTraceback,
     TorchDynamoException,
@@ -85,6 +86,15 @@ def compile_errors(what: str) -> Iterator[None]:
         raise
     except BackendCompilerFailed as error:
         raise _inductor_failed(what, error.inner_exception) from error
+    except FailOnRecompileLimitHit as error:
+        most = torch._dynamo.config.recompile_limit
+        raise ApplyError(
+            f"cannot compile {what} again: torch compiles a function at most {most} "
+            "times, for other shapes or modes",
+            needed=f"batches of at most {most} different shapes",
+            hint="dynamic=True, batches padded to fewer lengths, or "
+            f"torch._dynamo.config.recompile_limit = {8 * most}",
+        ) from error
     except TorchDynamoException as error:
         raise GraphBreakError(
             f"cannot compile {what} as one graph: {first_line(error)}",

@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 try:
     from torch._dynamo.exc import (
         BackendCompilerFailed,
+        FailOnRecompileLimitHit,
         ShortenTraceback,
         TorchDynamoException,
     )
@@ -41,7 +42,7 @@ try:
 except (ImportError, OSError) as missing:  # what is amiss is said when it is needed
     MISSING: ImportError | OSError | None = missing
     CustomPartitionerFn = ShortenTraceback = object
-    TorchDynamoException = BackendCompilerFailed = ()
+    TorchDynamoException = BackendCompilerFailed = FailOnRecompileLimitHit = ()
     InvalidCxxCompiler = CppCompileError = ()
     get_cpp_compiler = None
 else:
@@ -60,6 +61,7 @@ __all__ = [
     "BackendCompilerFailed",
     "CppCompileError",
     "CustomPartitionerFn",
+    "FailOnRecompileLimitHit",
     "FakeTensorMode",
     "InvalidCxxCompiler",
     "OpOverload",
@@ -81,6 +83,7 @@ __all__ = [
     "storage_key",
     "symbol_of",
     "tagged_parts",
+    "trace_joint",
     "without_duplicates",
 ]
 
@@ -274,6 +277,22 @@ def generate_code(
             gm,
             inputs,
             inner_compile=inner,
+            config_patches={**options, **_PROBE, _PARTITIONER: partitioner},
+        )
+
+
+def trace_joint(
+    gm: fx.GraphModule, inputs: Any, partitioner: Any, options: dict[str, Any]
+) -> None:
+    """Trace and divide the joint graph of a graph of Dynamo; generate no code.
+
+    Arguments are those of ``compile_with``.
+    """
+    with functorch_config.patch(**_PROBE_OF_AOT):
+        compile_fx(
+            gm,
+            inputs,
+            inner_compile=lambda part, given, **how: _not_compiled,
             config_patches={**options, **_PROBE, _PARTITIONER: partitioner},
         )
 

@@ -33,10 +33,12 @@ from ckplan.plan.plan import (
     BOUNDS,
     EXAMPLE_BY,
     EXAMPLE_ENCODE,
+    EXAMPLE_FOR,
     FINGERPRINT_KEYS,
     Plan,
     PlannedRegion,
     Prediction,
+    check_code,
     check_encoding,
     check_way,
 )
@@ -55,7 +57,7 @@ _PREDICTION_KEYS = tuple(field.name for field in fields(Prediction))
 _PREDICTED_ALWAYS = _PREDICTION_KEYS[:4]  # the others are of offloaded tensors
 _REGION_KEYS = (
     *("calls", "run", "by", "save", "encode", "offload", "tiles", "bits"),
-    *("difference", "regions"),
+    *("difference", "regions", "for"),
 )
 _MOST_LEVELS = 16  # of nested regions
 _EXAMPLES = {  # place in the file -> example
@@ -76,6 +78,7 @@ _EXAMPLES = {  # place in the file -> example
     "'run'": "run: [transformer.h.0, transformer.h.3]",
     "a call": "run: [transformer.h.0, transformer.h.3]",
     "'by'": EXAMPLE_BY,
+    "'for'": EXAMPLE_FOR,
     "'save'": "save: [attn.c_attn/addmm, mlp.c_fc/addmm]",
     "'encode'": EXAMPLE_ENCODE,
     "'offload'": "offload: [mlp.c_fc/addmm]",
@@ -129,7 +132,8 @@ def _prediction_content(predicted: Prediction) -> dict[str, object]:
 
 def _region_content(region: PlannedRegion) -> dict[str, object]:
     place = {"run": list(region.run)} if region.run else {"calls": region.calls}
-    content: dict[str, object] = {**place, "by": region.by}
+    code = {"for": region.code} if region.code else {}
+    content: dict[str, object] = {**place, **code, "by": region.by}
     if region.save:
         content["save"] = [str(op) for op in region.save]
     if region.encode:
@@ -290,9 +294,9 @@ def _region(part: YamlNode, level: int = 1) -> PlannedRegion:
             hint="leave the innermost regions out",
         )
     inner = tuple(_region(one, level + 1) for one in inside)
-    tiles = read_tiles(entries)
-    lists = save, encode, where
-    return part.locate(PlannedRegion, calls, by, *lists, run, inner, tiles, offload)
+    code = entries["for"].read(check_code) if "for" in entries else ""
+    rest = run, inner, read_tiles(entries), offload, code
+    return part.locate(PlannedRegion, calls, by, save, encode, where, *rest)
 
 
 def _calls_or_run(entries: Mapping[str, YamlNode]) -> None:

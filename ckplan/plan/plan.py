@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ckplan.errors import PlanError, did_you_mean
@@ -18,8 +18,12 @@ from ckplan.plan.tiles import RowTiles, Tiles
 
 WAYS = (PROGRAM, RERUN, TILES)
 ENCODINGS = ("bits", "int16", "int32")
+EAGER, COMPILED = "eager", "compiled"
+CODES = (EAGER, COMPILED)
+"""The code that a region is for: what runs uncompiled, or inside ``torch.compile``."""
 BOUNDS = ("any_schedule", "this_plan_space")
 EXAMPLE_BY = f"by: {PROGRAM}"
+EXAMPLE_FOR = f"for: {EAGER}"
 EXAMPLE_ENCODE = "encode: {attn.attn_dropout/bernoulli_: bits}"
 
 FINGERPRINT_KEYS = (
@@ -36,7 +40,8 @@ class PlannedRegion:
     """Calls whose activations are dropped after forward, except the saved ops.
 
     Raises:
-        PlanError: ``by`` is not in ``WAYS``, or an encoding is not in ``ENCODINGS``. Or
+        PlanError: ``by`` is not in ``WAYS``, an encoding not in ``ENCODINGS``, or the
+            code not in ``CODES``. Or
             a region that is not by PROGRAM names ops, is a run of calls, or is nested.
             Or one that is not by TILES has tiles.
     """
@@ -53,10 +58,13 @@ class PlannedRegion:
     ] = ()  # regions inside, used while this one is recomputed
     tiles: Tiles | RowTiles | None = None  # of a region by TILES, which has them always
     offload: tuple[OpName, ...] = ()  # kept elsewhere: see applying/moving
+    code: str = ""  # one of CODES; "": what the plan is for
 
     def __post_init__(self) -> None:
         """Check the combination of fields."""
         check_way(self.by)
+        if self.code:
+            check_code(self.code)
         for _, name in self.encode:
             check_encoding(name)
         if self.ops and self.by != PROGRAM:
@@ -83,7 +91,7 @@ class PlannedRegion:
         if self.tiles is None and self.by == TILES:
             object.__setattr__(self, "tiles", Tiles())
         for one in self.inner:
-            if one.by != PROGRAM or one.encode or one.offload:
+            if one.by != PROGRAM or one.encode or one.offload or one.code:
                 raise _not_nested(repr(one.title))
 
     @property
@@ -145,6 +153,25 @@ class Plan:
         """Round as the file does, so that reading gives back what was written."""
         bound = {key: _rounded(overhead) for key, overhead in self.bound.items()}
         object.__setattr__(self, "bound", bound)
+        for one in self.regions:
+            if one.code == COMPILED != self.code:
+                raise one.located(_no_compiled_code(one))
+
+    @property
+    def code(self) -> str:
+        """What the plan is for: one of ``CODES``. Regions may say otherwise."""
+        return COMPILED if "compiled" in self.fingerprint else EAGER
+
+    def for_code(self, code: str) -> Plan:
+        """The plan with the regions for one of ``CODES`` alone.
+
+        Of a plan for compiled code, the regions for what runs uncompiled are a plan
+        without fingerprint, budget or prediction, which are those of the whole.
+        """
+        regions = tuple(r for r in self.regions if (r.code or self.code) == code)
+        if code == EAGER != self.code:
+            return Plan(self.model, regions=regions, workload=self.workload)
+        return replace(self, regions=regions)
 
     @property
     def calls_in_tiles(self) -> tuple[str, ...]:
@@ -214,6 +241,16 @@ def check_way(text: str) -> str:
     return _check_choice(text, WAYS, "recompute by", needed, EXAMPLE_BY)
 
 
+def check_code(text: str) -> str:
+    """Return ``text`` if it is one of ``CODES``.
+
+    Raises:
+        PlanError: It is not.
+    """
+    needed = f"for: {' or for: '.join(CODES)}"
+    return _check_choice(text, CODES, "plan a region for", needed, EXAMPLE_FOR)
+
+
 def check_encoding(text: str) -> str:
     """Return ``text`` if it is one of ``ENCODINGS``.
 
@@ -234,9 +271,17 @@ def _check_choice(
     raise PlanError(f"cannot {verb} {text!r}", needed=needed, hint=hint)
 
 
+def _no_compiled_code(region: PlannedRegion) -> PlanError:
+    return PlanError(
+        f"cannot plan {region.title!r} for compiled code: the plan is for eager code",
+        needed="a plan for compiled code, whose fingerprint has the key compiled",
+        hint="leave for out, or ckplan profile --compile and ckplan solve",
+    )
+
+
 def _not_nested(what: str) -> PlanError:
     return PlanError(
         f"cannot nest {what} in this way",
-        needed="by: program for both, and no encode or offload for the inner one",
+        needed="by: program for both, and no encode or offload (nor for) inside",
         hint="encode and offload in the outermost region; all regions can use it",
     )

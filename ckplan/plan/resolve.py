@@ -14,12 +14,12 @@ from ckplan.graph.records import OUTSIDE_CALLS
 from ckplan.plan.hazards import refuse_hazards
 from ckplan.plan.names import OpName
 from ckplan.plan.outputs import find_outputs, name_ops
-from ckplan.plan.plan import Plan, PlannedRegion
+from ckplan.plan.plan import COMPILED, EAGER, Plan, PlannedRegion
 from ckplan.plan.region import Region
 
 
 def resolve(plan: Plan, graph: Graph) -> tuple[Region, ...]:
-    """Find the calls and ops that a plan names.
+    """Find the calls and ops that a plan names, for the code that the graph is of.
 
     Args:
         plan: What to recompute, by name.
@@ -33,7 +33,10 @@ def resolve(plan: Plan, graph: Graph) -> tuple[Region, ...]:
     """
     index_of = _index_of_calls(graph)
     found: list[tuple[Region, PlannedRegion]] = []
+    code = COMPILED if "compiled" in graph.fingerprint else EAGER
     for planned in plan.regions:
+        if (planned.code or code) != code:
+            continue
         found += _regions(graph, planned, index_of)
     return _in_call_order(graph, found)
 

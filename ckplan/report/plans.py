@@ -282,7 +282,8 @@ def _regions(plan: Plan, *, in_full: bool = False) -> RenderableType:
             cells.append(_ops(forms, in_full=in_full))
         if moves:
             cells.append(_ops([str(op) for op in region.offload], in_full=in_full))
-        add_row(table, "  " * level + region.title, region.by, *cells)
+        by = f"{region.by}, {region.code} code" if region.code else region.by
+        add_row(table, "  " * level + region.title, by, *cells)
     return table
 
 
@@ -312,6 +313,7 @@ def _region_json(region: PlannedRegion) -> dict[str, Any]:
     place = {"run": list(region.run)} if region.run else {"calls": region.calls}
     content: dict[str, Any] = {
         **place,
+        **({"for": region.code} if region.code else {}),
         "by": region.by,
         "save": [str(op) for op in region.save],
         "encode": {str(op): form for op, form in region.encode},

@@ -11,12 +11,19 @@ from typing import Any
 
 import torch
 
-from ckplan.compiling import Backend, backend
+from ckplan.applying import apply, remove
+from ckplan.compiling import backend
+from ckplan.compiling.eager_code import has_eager_code, read_wanted
 from ckplan.compiling.lowering import in_order
 from ckplan.compiling.search import Progress
-from ckplan.compiling.step import compiled_loss, loss_of_model, parted_loss
+from ckplan.compiling.step import (
+    compiled_loss,
+    loss_of_model,
+    parted_loss,
+    parts_of,
+)
 from ckplan.errors import CkplanError, GraphBreakError, WorkloadError
-from ckplan.plan.plan import Plan
+from ckplan.plan.plan import COMPILED, EAGER, Plan
 from ckplan.training.allocator import log_allocations
 from ckplan.training.failures import describe_failure, location_hint
 from ckplan.training.loading import WorkloadSpec, as_spec
@@ -28,6 +35,7 @@ from ckplan.verifying.compiled_differences import (
     rounding_alone,
     same_draws,
 )
+from ckplan.verifying.compiled_plans import PlannedStep, planned_step
 
 _MOST_NAMES = 20
 
@@ -85,6 +93,7 @@ def verify_compiled(
     spec: WorkloadSpec | str | Path,
     plan_or_budget: Plan | Path | str | int,
     *,
+    eager: Plan | None = None,
     steps: int = 5,
     seed: int = 0,
     progress: Progress | None = None,
@@ -97,7 +106,9 @@ def verify_compiled(
     Args:
         spec: Where the workload comes from.
         plan_or_budget: A plan for compiled code, or a budget; see ``ckplan.compile``.
-        steps: Number of timed steps of each, interleaved; 0 disables timing.
+        eager: With a budget, a plan for what runs uncompiled.
+        steps: Number of timed steps of each, interleaved; 0 disables timing. With
+            regions for eager code, nothing is timed: their hooks are on the model.
         seed: Seed of all random numbers.
         progress: Callback that reports progress.
 
@@ -110,9 +121,12 @@ def verify_compiled(
     """
     torch.manual_seed(seed)
     workload = as_spec(spec).build()
-    planned_backend = backend(plan_or_budget, progress=progress)
+    wanted = read_wanted(plan_or_budget)
+    if has_eager_code(wanted):
+        wanted, eager = wanted.for_code(COMPILED), wanted.for_code(EAGER)
+    planned_backend = backend(wanted, progress=progress)
     planned_backend.model = type(workload.model).__name__
-    eager = _eager(workload, seed)
+    uncompiled = _eager(workload, seed)
     loss = compiled_loss
     compiled = {False: loss(workload, in_order)}
     try:
@@ -121,12 +135,18 @@ def verify_compiled(
         loss = parted_loss
         compiled[False] = loss(workload, in_order)
         plain = _results(workload, compiled[False], seed)
+    bare_bytes = None
+    if eager is not None:
+        bare_bytes = parts_of(workload, progress).unplanned_peak_bytes
+        apply(workload.model, eager)
+        loss, steps = parted_loss, 0
     compiled[True] = loss(workload, planned_backend)
     first = {False: plain, True: _results(workload, compiled[True], seed)}
-    chosen = _planned(planned_backend)
+    chosen = planned_step(planned_backend, bare_bytes)
+    remove(workload.model)
     seconds = _seconds(workload, compiled, steps, seed)
-    apart = _apart(workload, first, eager, seed, lambda one: loss(one, in_order))
-    return _judge(chosen, first, apart, seconds), planned_backend.plans[0]
+    apart = _apart(workload, first, uncompiled, seed, lambda one: loss(one, in_order))
+    return _judge(chosen, first, apart, seconds), chosen.plan
 
 
 def _results(
@@ -240,56 +260,6 @@ def _apart(
     return _Apart(largest[0], from_eager, tuple(sorted(settled)))
 
 
-@dataclass(frozen=True)
-class _Planned:
-    """What the plans of a step say, of all its graphs together."""
-
-    budget_bytes: int | None
-    peak_bytes: int
-    unplanned_peak_bytes: int
-    held_bytes: int
-    overhead: float | None
-    graphs: int
-    uncompiled_bytes: dict[str, int] = field(default_factory=dict)
-
-
-def _planned(planned: Backend) -> _Planned:
-    if planned.parts is not None:
-        return _parted(planned)
-    if len(planned.chosen) != 1:
-        raise WorkloadError(
-            f"cannot verify compiled steps of {len(planned.chosen)} graphs",
-            needed="a step that trains and compiles as one graph",
-            hint="TORCH_LOGS=graph_breaks shows where the model's graph breaks",
-        )
-    (chosen,) = planned.chosen
-    return _Planned(
-        budget_bytes=chosen.plan.budget_bytes,
-        peak_bytes=chosen.replayed.peak_bytes,
-        unplanned_peak_bytes=chosen.unplanned.peak_bytes,
-        held_bytes=chosen.replayed.held_bytes,
-        overhead=chosen.overhead,
-        graphs=1,
-    )
-
-
-def _parted(planned: Backend) -> _Planned:
-    """Of several graphs: seconds are those of the graphs alone."""
-    parts = planned.parts
-    assert parts is not None
-    (plan,) = planned.plans
-    chosen = planned.shares.items()
-    return _Planned(
-        budget_bytes=plan.budget_bytes,
-        peak_bytes=planned.peak_bytes,
-        unplanned_peak_bytes=parts.unplanned_peak_bytes,
-        held_bytes=parts.held_bytes,
-        overhead=parts.overhead_of({key: one.overhead for key, one in chosen}),
-        graphs=len(parts.runs),
-        uncompiled_bytes=dict(parts.code_bytes),
-    )
-
-
 def _seconds(
     workload: Workload,
     compiled: dict[bool, Callable[[], torch.Tensor]],
@@ -309,7 +279,7 @@ def _seconds(
 
 
 def _judge(
-    chosen: _Planned,
+    chosen: PlannedStep,
     first: dict[bool, _Results],
     apart: _Apart,
     seconds: dict[bool, list[float]],
@@ -318,7 +288,7 @@ def _judge(
     same = torch.equal
     different = [n for n in plain if n not in planned or not same(plain[n], planned[n])]
     different += [name for name in planned if name not in plain]
-    held_bytes, budget_bytes = chosen.held_bytes, chosen.budget_bytes
+    held_bytes, budget_bytes = chosen.held_bytes, chosen.plan.budget_bytes
     measured_bytes = held_bytes + first[True].peak_bytes
     medians = {k: statistics.median(v) if v else None for k, v in seconds.items()}
     ratios = [p / u for p, u in zip(seconds[True], seconds[False], strict=True)]

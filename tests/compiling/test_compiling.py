@@ -667,6 +667,17 @@ def test_a_step_that_fits_is_torch_s_own() -> None:
 
 
 @pytest.mark.usefixtures("no_kernels")
+def test_more_shapes_than_torch_compiles_for_are_refused() -> None:
+    call = ckplan.compile(nn.Sequential(nn.Linear(16, 4), nn.Tanh()), "100%")
+    with torch._dynamo.config.patch(recompile_limit=2):
+        call(torch.ones(2, 16))
+        call(torch.ones(3, 16))
+        with pytest.raises(ApplyError, match="at most 2 times") as refused:
+            call(torch.ones(4, 16))
+    assert "dynamic=True" in refused.value.hint
+
+
+@pytest.mark.usefixtures("no_kernels")
 def test_another_shape_is_planned_again_by_the_same_backend() -> None:
     model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
     planned = ckplan.backend("100%")

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import re
 import warnings
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from threading import Lock
 from typing import Any
 
 import pytest
 import torch
+from commands import Run
 from compiled import Block, Steps, run_steps
 from torch import nn
 
@@ -31,6 +34,7 @@ from ckplan.plan.plan import Plan, PlannedRegion
 from ckplan.plan.resolve import resolve
 from ckplan.simulating.simulate import Simulator
 from ckplan.solving.solve import solve_plan
+from ckplan.training.loading import WorkloadSpec
 from ckplan.training.workload import Workload
 
 # Dynamo's own, where it resumes after a break
@@ -392,3 +396,90 @@ def test_recurrent_layers_are_planned_or_refused_where_dynamo_may_compile_them()
         call(x.requires_grad_()).backward()
     assert len(planned.plans) == 1
     assert all(one.grad is not None for one in model.parameters())
+
+
+BOTH = """
+import torch
+from torch import nn
+
+class Both(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32))
+        self.between = nn.Sequential(nn.Linear(32, 256), nn.Tanh(), nn.Linear(256, 32))
+        self.second = nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32))
+
+    def forward(self, x):
+        x = self.looked_at(self.first(x))
+        return self.second(x).square().mean()
+
+    @torch._dynamo.disable
+    def looked_at(self, x):
+        return self.between(x) * (2.0 if x.detach().sum().item() < 1e9 else 3.0)
+
+def build():
+    return Both(), torch.randn(512, 32)
+"""
+
+
+def test_one_plan_file_is_for_compiled_and_eager_code(run: Run, folder: Path) -> None:
+    (folder / "both.py").write_text(BOTH)
+    (folder / "eager.yaml").write_text("ckplan: 1\nregions: [{calls: between}]\n")
+    words = ("verify", "both.py", "--compile", "--json")
+    budget = ("--budget", "4MiB", "--save", "both.yaml")
+    ended = run(*words[:2], "eager.yaml", *words[2:], *budget)
+    assert ended.code == 0, ended.err
+    found = json.loads(ended.out)
+    assert found["gradients_equal"] and found["graphs"] == 2
+    assert found["fits"]  # what eager code allocates and frees is not replayed
+    assert "for: eager" in (folder / "both.yaml").read_text()
+    plan = plan_file.load(folder / "both.yaml")
+    assert plan_file.loads(plan_file.dumps(plan), "again") == plan
+    assert "program, eager code" in run("show", "both.yaml").out
+    again = json.loads(run(*words[:2], "both.yaml", *words[2:]).out)
+    assert again["gradients_equal"]
+    assert again["replayed_peak_bytes"] == found["replayed_peak_bytes"]
+    assert again["uncompiled_bytes"] == found["uncompiled_bytes"]
+    torch._dynamo.reset()  # each command is a process of its own
+    plain = json.loads(run(*words, *budget[:2]).out)
+    # the region keeps its input alone, not 512 x 256 numbers
+    kept, all_kept = (sum(one["uncompiled_bytes"].values()) for one in (found, plain))
+    assert all_kept - kept == 512 * 256 * 4
+    both = run(*words[:2], "both.yaml", *words[2:], *budget[:2])
+    assert "a plan is for code that runs uncompiled" in " ".join(both.err.split())
+    alone = run(*words[:2], "eager.yaml", *words[2:])
+    assert "it is for uncompiled code" in alone.err
+
+
+@pytest.mark.usefixtures("no_kernels")
+def test_regions_for_eager_code_are_applied_and_never_lost(folder: Path) -> None:
+    (folder / "both.py").write_text(BOTH)
+    workload = WorkloadSpec("both.py").build()
+    model, x = workload.model, workload.batch
+    ckplan.apply(model, Plan(regions=(PlannedRegion("between"),)))
+    parts = find_parts(model, model, (x,), {}, {"dynamic": False})
+    plan = parts.plan(parts.share(parts.unplanned_peak_bytes), None)
+    assert plan.regions[-1] == PlannedRegion("between", code="eager")
+    ckplan.remove(model)
+    with pytest.raises(PlanError, match="regions for eager code"):
+        ckplan.backend(plan)
+    with pytest.raises(PlanError, match="between is for eager code"):
+        ckplan.compile(model, plan, fullgraph=True)
+    call = ckplan.compile(model, plan)
+    with pytest.warns(UserWarning, match="uncompiled, with regions for between, and"):
+        loss = call(x)
+    loss.backward()
+    assert "dropped 524288 B" in str(ckplan.status(model))
+    # where the compiler would have compiled it, graphs are others: said, not lost
+    other = replace(plan.regions[-1], calls="second")
+    torch._dynamo.reset()
+    with pytest.raises(PlanError, match="this is"):
+        ckplan.compile(model, replace(plan, regions=(other,)))(x)
+
+
+def test_a_region_for_compiled_code_needs_a_plan_for_it() -> None:
+    text = "ckplan: 1\nregions: [{calls: a, for: compiled}]\n"
+    with pytest.raises(PlanError, match=r"line 2: cannot plan 'a' for compiled"):
+        plan_file.loads(text, "p.yaml")
+    with pytest.raises(PlanError, match="cannot plan a region for 'eagre'"):
+        plan_file.loads(text.replace("compiled", "eagre"), "p.yaml")

@@ -58,9 +58,18 @@ def rate_of(op: RawOp) -> str:
         for leaf in op.args
         if isinstance(leaf, TensorMeta) and leaf.dtype.is_floating_point
     )
-    dtype = next(floats, torch.float32)
+    return rate_of_kernel(op.func.overloadpacket.__name__, next(floats, torch.float32))
+
+
+def rate_of_kernel(name: str, dtype: torch.dtype) -> str:
+    """The rate of ``gpus.RATES`` for a kernel; see ``rate_of``.
+
+    Args:
+        name: Of its op, such as ``addmm``.
+        dtype: Of the first tensor of floats that it reads.
+    """
     if dtype != torch.float32:
         return _RATES.get(dtype, "fp32")
-    if "conv" in op.func.overloadpacket.__name__:
+    if "conv" in name:
         return "tf32" if torch.backends.cudnn.allow_tf32 else "fp32"
     return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "fp32"

@@ -30,7 +30,7 @@ and is *translated* while it runs (``cpu_as_cuda``). The modules serve these way
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -38,6 +38,7 @@ from unittest import mock
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 
 from ckplan.gpus import Gpu
 from ckplan.tracing.cuda.attention import Attention
@@ -49,7 +50,12 @@ from ckplan.tracing.cuda.patched_torch import (
     cuda_calls_on_cpu,
     patched_cuda_queries,
 )
-from ckplan.tracing.cuda.translation import Capability, TranslationNotes, composite
+from ckplan.tracing.cuda.translation import (
+    Capability,
+    TranslationNotes,
+    composite,
+    overload,
+)
 from ckplan.tracing.faking.python_engine import use_python_engine
 from ckplan.tracing.recording.recorder import hide_constant_transfers
 
@@ -82,6 +88,32 @@ def cpu_as_cuda(
         stack.enter_context(cuda_calls_on_cpu(words))
         outputs = stack.enter_context(Outputs(words))
         stack.enter_context(outputs.patched_optimizer_queries())
+        yield words
+
+
+@contextmanager
+def compiled_as_cuda(capability: Capability) -> Iterator[TranslationNotes]:
+    """A scope in which torch's compiler traces fake CPU tensors as if on a GPU.
+
+    It decomposes dropout as for a GPU anyway. Queries of the workload's code are not
+    answered: the compiler would trace the answers.
+
+    Args:
+        capability: Compute capability of the GPU.
+
+    Yields:
+        Notes on what was translated so far.
+    """
+    words = TranslationNotes()
+    autocast = Autocast(words)
+    kernels = Kernels(words).table | Attention(capability, words).table
+    del kernels["dropout"]
+    with (
+        _registered("AutocastCPU", autocast.kernels),
+        _registered("AutogradCPU", _for_fakes(kernels)),
+        autocast.switched(),
+        amp_without_gpu(),
+    ):
         yield words
 
 
@@ -163,9 +195,17 @@ def _registered(key: str, table: Mapping[str, Callable[..., Any]]) -> Iterator[N
             warnings.simplefilter("ignore")  # torch warns of replaced kernels
             for name, kernel in table.items():
                 library.impl(name, kernel, key)
+        _forget_kernels(table)
         yield
     finally:
         library._destroy()
+        _forget_kernels(table)
+
+
+def _forget_kernels(names: Iterable[str]) -> None:
+    """Let torch's compiler look for kernels again: it remembers those it has run."""
+    for name in names:
+        overload(name)._dispatch_cache.clear()
 
 
 def _for_fakes(table: Mapping[str, Callable[..., Any]]) -> dict[str, Any]:
@@ -175,7 +215,8 @@ def _for_fakes(table: Mapping[str, Callable[..., Any]]) -> dict[str, Any]:
         torchs = partial(composite, name)
 
         def run(first: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            chosen = kernel if isinstance(first, FakeTensor) else torchs
+            is_traced = isinstance(first, FakeTensor | FunctionalTensor)
+            chosen = kernel if is_traced else torchs
             return chosen(first, *args, **kwargs)
 
         return run

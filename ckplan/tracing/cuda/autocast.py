@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 from unittest import mock
 
@@ -128,6 +128,7 @@ class Autocast:
         made = torch.autocast.__init__
         clear = torch.clear_autocast_cache
 
+        @wraps(made)  # the compiler reads its signature
         def make(
             self: Any, device_type: str, dtype: Any = None, *args: Any, **kwargs: Any
         ) -> None:

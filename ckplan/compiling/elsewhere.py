@@ -1,0 +1,151 @@
+"""The ``Graph`` of a compiled step for CUDA, on a machine without a card.
+
+Autograd of torch refuses fake CUDA tensors where there is no card. So the step is
+traced on fake CPU tensors, and the compiler calls the ops that a card would run (see
+``tracing/cuda/``). No code is generated: peaks are simulated, and nothing is replayed.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from ckplan.compiling.finding import run_uncompiled
+from ckplan.compiling.graph import as_graph
+from ckplan.compiling.lowering import DynamoGraph
+from ckplan.compiling.partition import JointGraph
+from ckplan.compiling.refusals import check_same_graph
+from ckplan.compiling.saved_values import flat, saved_by
+from ckplan.compiling.torch_errors import errors_pass
+from ckplan.errors import CkplanError, GraphBreakError, WorkloadError
+from ckplan.gpus import DEFAULT, Gpu, find
+from ckplan.graph.graph import Graph
+from ckplan.plan.plan import Plan
+from ckplan.plan.resolve import resolve
+from ckplan.simulating.simulate import Simulator
+from ckplan.tracing.costs.apply_overhead import on_host
+from ckplan.tracing.cuda import compiled_as_cuda, cpu_as_cuda
+from ckplan.tracing.cuda.memory import in_allocator_blocks
+from ckplan.tracing.faking.fake_mode import fake_tensors
+from ckplan.training.failures import first_line
+from ckplan.training.fingerprint import fingerprint
+from ckplan.training.randomness import seed_everything
+from ckplan.training.workload import Workload
+
+_SIMULATED = "simulated, not replayed: without a card, no code is generated for it"
+_OPTIMIZER = "the optimizer is not part of it: leave room with `solve --reserve SIZE`"
+
+
+def profile_for_card(
+    make: Callable[[], Workload],
+    step_of: Callable[[Workload, Any], tuple[Callable[[], object], Callable[..., Any]]],
+    gpu: Gpu,
+    *,
+    seed: int = 0,
+    host: float = 1.0,
+) -> Graph:
+    """Trace a workload's compiled step as that of a card, running no kernel.
+
+    Args:
+        make: Makes the workload.
+        step_of: Given a workload and a backend, what runs its compiled step, and what
+            runs it uncompiled.
+        gpu: The card; seconds come from its roofline.
+        seed: Seed of all random numbers.
+        host: Speed of the processor beside the card, relative to this one.
+
+    Returns:
+        The step, forward, loss and backward; its bytes in blocks of CUDA's allocator.
+
+    Raises:
+        WorkloadError: The step does not train, is not one graph, or does not run on
+            fake tensors.
+    """
+    with fake_tensors() as (fake, _), cpu_as_cuda(gpu.capability, gpu):
+        seed_everything(seed)
+        workload = make()
+    with fake, compiled_as_cuda(gpu.capability) as words:
+        joint = _joint_graph(workload, step_of, gpu)
+    graph = as_graph(joint, type(workload.model).__name__, gpu=gpu).graph
+    shapes = fingerprint(workload, torch.device("cuda"))["batch"]
+    notes = (
+        f"traced under fake tensors, translated to CUDA on {gpu.name}",
+        *(f"as CUDA does it: {what}" for what in words),
+        f"the peak is {_SIMULATED}",
+        _OPTIMIZER,
+    )
+    known = {**graph.fingerprint, "batch": shapes}
+    graph = replace(graph, fingerprint=known, notes=notes)
+    return on_host(in_allocator_blocks(graph, gpu.capability), host)
+
+
+def saved_on_card(plan: Plan, joint: JointGraph) -> frozenset[str] | None:
+    """Names of the nodes that forward saves under a plan, in a joint graph for CUDA.
+
+    It warns that no code was replayed: generated code for CUDA is not Python alone.
+
+    Returns:
+        None if it is torch's own choice.
+
+    Raises:
+        PlanError: The plan is for uncompiled code, another graph or another device.
+    """
+    check_same_graph(plan, joint.digest, "cuda")
+    warnings.warn(
+        "the peak of the plan is simulated, not replayed: on CUDA, measure it",
+        stacklevel=2,
+    )
+    step = as_graph(joint, plan.model or "model", gpu=find(DEFAULT))  # any: for names
+    regions = tuple(map(flat, resolve(plan, step.graph)))
+    if not regions:
+        return joint.instead
+    return saved_by(step, Simulator(step.graph), regions)
+
+
+def _joint_graph(workload: Workload, step_of: Any, gpu: Gpu) -> JointGraph:
+    """The joint graph of the step; if it breaks, after a forward that may settle it."""
+    found: list[JointGraph | None] = []
+
+    def only_trace(graph: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        with errors_pass():
+            found.append(DynamoGraph(graph, inputs, {}).trace())
+        return graph.forward
+
+    compiled, uncompiled = step_of(workload, only_trace)
+    try:
+        try:
+            compiled()
+        except GraphBreakError:
+            run_uncompiled(uncompiled, workload.model, (), {})
+            torch._dynamo.reset()
+            found.clear()
+            compiled()
+    except GraphBreakError as error:
+        why = error.what.removeprefix("cannot compile the step as one graph: ")
+        raise _not_traced(gpu, f"it is not one graph: {why}") from error
+    except CkplanError:
+        raise
+    except Exception as error:
+        raise _not_traced(
+            gpu, f"{type(error).__name__}: {first_line(error)}"
+        ) from error
+    if not found or found[-1] is None:
+        raise WorkloadError(
+            "cannot trace a compiled step: nothing requires a gradient",
+            needed="a loss that depends on a parameter with requires_grad",
+            hint="look for torch.no_grad(), .detach() or frozen parameters",
+        )
+    return found[-1]
+
+
+def _not_traced(gpu: Gpu, why: str) -> WorkloadError:
+    return WorkloadError(
+        f"cannot trace the compiled step for {gpu.name} without a card: {why}",
+        needed="a step that compiles as one graph, of ops that run on fake tensors",
+        hint="ckplan profile without --compile; or without --gpu, for the CPU",
+    )

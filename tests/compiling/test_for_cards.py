@@ -1,0 +1,244 @@
+"""Compiled steps for CUDA on a machine without a card."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from commands import Run
+from torch import nn
+
+import ckplan
+from ckplan.compiling import planned_backend, refusals
+from ckplan.compiling.graph import as_graph
+from ckplan.compiling.step import parts_of, profile_compiled
+from ckplan.errors import ApplyError, PlanError, WorkloadError
+from ckplan.gpus import find
+from ckplan.graph.graph import Graph
+from ckplan.graph.records import BEFORE_STEP
+from ckplan.plan.file import load as load_plan
+from ckplan.training.loading import WorkloadSpec
+from ckplan.training.workload import Workload
+from ckplan.units import in_blocks
+
+MODEL = """
+import torch
+from torch import nn
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 128), nn.Linear(128, 32)
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, x):
+        return x + self.drop(self.down(nn.functional.gelu(self.up(x))))
+
+class Model(nn.Sequential):
+    def __init__(self):
+        super().__init__(Block(), Block(), Block())
+
+    def forward(self, x):
+        return super().forward(x).square().mean()
+
+def build(rows=16384, on_card=False):
+    x = torch.randn(rows, 32)
+    if on_card:
+        assert torch.cuda.is_available()
+        return Model().cuda(), x.to("cuda")
+    return Model(), x
+"""
+
+ATTENDS = """
+import torch
+from torch import nn
+
+class Attends(nn.Module):
+    def __init__(self, amp):
+        super().__init__()
+        self.qkv, self.norm, self.amp = nn.Linear(32, 96), nn.RMSNorm(32), amp
+
+    def forward(self, x):
+        with torch.autocast("cuda", torch.bfloat16, enabled=self.amp):
+            qkv = self.qkv(self.norm(x)).view(2, 64, 3, 2, 16)
+            q, k, v = qkv.permute(2, 0, 3, 1, 4)
+            y = nn.functional.scaled_dot_product_attention(q, k, v, dropout_p=0.1)
+        return y.float().square().mean()
+
+def build(amp=False):
+    return Attends(amp), torch.randn(2, 64, 32)
+"""
+
+READS = """
+import torch
+from torch import nn
+
+class Reads(nn.Linear):
+    def forward(self, x):
+        y = super().forward(x).sum()
+        return y if y.item() > 0 else -y
+
+class Moves(nn.Linear):
+    def forward(self, x):
+        return super().forward(x).to("cuda").sum()
+
+def build(moves=False):
+    return (Moves if moves else Reads)(3, 3), torch.randn(2, 3)
+"""
+
+CARD = "RTX 4090"
+
+
+def gradients_of(call: Callable[..., Any], workload: Workload) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    workload.model.zero_grad()
+    call(workload.batch).backward()
+    return [p.grad for p in workload.model.parameters() if p.grad is not None]
+
+
+@pytest.fixture
+def model(folder: Path) -> str:
+    (folder / "blocks.py").write_text(MODEL)
+    return "blocks.py"
+
+
+@pytest.fixture
+def on_card(model: str) -> Graph:
+    return profile_compiled(model, gpu=CARD)
+
+
+def test_a_step_for_a_card_is_that_of_the_cpu_in_its_blocks_and_seconds(
+    model: str, on_card: Graph
+) -> None:
+    # Nothing of this model differs on CUDA, so the CPU's own trace is the oracle.
+    (planner,) = parts_of(WorkloadSpec(model).build()).planners.values()
+    here = as_graph(planner.joint, "Model").graph
+    assert len(on_card.ops) == len(here.ops)
+    sizes = [in_blocks(one.bytes) for one in here.storages]
+    assert [one.bytes for one in on_card.storages][: len(sizes)] == sizes
+    workspaces = on_card.storages[len(sizes) :]  # cuBLAS's, one for each thread
+    assert {one.bytes for one in workspaces} == {8320 << 10}
+    assert {one.maker for one in workspaces} == {BEFORE_STEP}
+    assert on_card.fingerprint["compiled"] == here.fingerprint["compiled"]
+    assert on_card.fingerprint["device"] == "cuda"
+    card = find(CARD)
+    for one, other in zip(on_card.ops, here.ops, strict=True):
+        assert (one.name, one.reads, one.outputs) == (
+            other.name,
+            other.reads,
+            other.outputs,
+        )
+        assert one.launch_seconds == card.launch_seconds
+        seconds = max(
+            one.flops / card.flop_rates["fp32"], one.moved_bytes / card.bandwidth
+        )
+        assert one.seconds == pytest.approx(seconds)
+
+
+def test_commands_take_such_a_step_and_say_that_it_is_simulated(
+    run: Run, folder: Path, model: str
+) -> None:
+    words = (model, "--compile", "--gpu", CARD)
+    shown = run("profile", *words, "--set", "on_card=true", "-o", "t.json.gz")
+    assert "the peak is simulated, not replayed" in " ".join(shown.out.split())
+    solved = run("solve", "t.json.gz", "--budget", "80%", "-o", "p.yaml")
+    assert "no code was replayed" in " ".join(solved.err.split())
+    peak = load_plan(folder / "p.yaml").predicted
+    assert peak is not None
+    assert peak.peak_bytes < (peak.unplanned_peak_bytes or 0)
+    for command in ("frontier", "compare", "show"):
+        found = json.loads(run(command, "t.json.gz", "--json").out)
+        assert found
+    more = run("profile", *words, "--set", "rows=32768", "-o", "more.json.gz")
+    assert more.code == 0
+    tuned = run("tune", "t.json.gz", "more.json.gz", "--gpu", CARD, "--json")
+    assert tuned.code == 0, tuned.err
+
+
+def test_another_processor_launches_at_its_own_speed(model: str) -> None:
+    twice = profile_compiled(model, gpu=CARD, host=2.0)
+    launch = find(CARD).launch_seconds
+    assert {op.launch_seconds for op in twice.ops} == {launch / 2}
+
+
+@pytest.mark.parametrize(
+    ("amp", "kernel"),
+    [(False, "efficient"), (True, "flash")],
+)
+def test_attention_norms_and_autocast_are_as_cuda_does_them(
+    folder: Path, amp: bool, kernel: str
+) -> None:
+    (folder / "attends.py").write_text(ATTENDS)
+    spec = WorkloadSpec("attends.py", {"amp": amp})
+    names = [op.name for op in profile_compiled(spec, gpu=CARD).ops]
+    assert f"scaled_dot_product_{kernel}_attention" in names
+    # and the CPU keeps its own kernels, whatever the compiler remembers
+    here = [op.name for op in profile_compiled(WorkloadSpec("attends.py")).ops]
+    assert not any("efficient" in one or one == "flash_attention" for one in here)
+    again = [op.name for op in profile_compiled(spec, gpu=CARD).ops]
+    assert again == names
+
+
+@pytest.mark.parametrize("moves", [False, True])
+def test_what_fake_tensors_cannot_carry_is_said_in_three_lines(
+    folder: Path, moves: bool
+) -> None:
+    (folder / "reads.py").write_text(READS)
+    with pytest.raises(WorkloadError, match="for RTX 4090 without a card: ") as said:
+        profile_compiled(WorkloadSpec("reads.py", {"moves": moves}), gpu=CARD)
+    assert len(str(said.value).splitlines()) == 3
+
+
+def test_code_is_not_generated_for_a_card(run: Run) -> None:
+    ended = run("profile", "model.py", "--compile", "--gpu", CARD, "--generate")
+    assert ended.code == 2
+    assert "--generate runs on the CPU" in " ".join(ended.err.split())
+
+
+def test_bytes_of_the_cpu_have_no_seconds_of_a_card(run: Run, model: str) -> None:
+    words = ("--compile", "--gpu", CARD, "--device", "cpu")
+    ended = run("profile", model, *words)
+    assert ended.code == 1
+    assert "bytes of the CPU and seconds of RTX 4090" in ended.err
+
+
+def test_a_plan_for_a_card_is_followed_and_a_budget_is_refused(
+    on_card: Graph, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workload = WorkloadSpec(model).build()
+    wanted = gradients_of(torch.compile(workload.model, fullgraph=True), workload)
+    plan = ckplan.solve(on_card, budget="90%")
+    assert plan.regions
+    # A stand-in for a card: the graph of this model is the same there.
+    for module in (planned_backend, refusals):
+        monkeypatch.setattr(module, "device_of", lambda inputs: "cuda")
+    torch._dynamo.reset()
+    planned = ckplan.backend(plan)
+    compiled = torch.compile(workload.model, fullgraph=True, backend=planned)
+    with pytest.warns(UserWarning, match="simulated, not replayed"):
+        found = gradients_of(compiled, workload)
+    assert planned.plans == [plan]
+    assert planned.peak_bytes == 0
+    assert all(map(torch.equal, found, wanted))
+    torch._dynamo.reset()
+    with pytest.raises(ApplyError, match="for cuda within a budget"):
+        ckplan.compile(workload.model, "80%")(workload.batch)
+    torch._dynamo.reset()
+    with pytest.raises(ApplyError, match="in CUDA graphs"):
+        graphs = ckplan.compile(workload.model, plan, mode="reduce-overhead")
+        graphs(workload.batch)
+    torch._dynamo.reset()
+    with pytest.raises(PlanError, match="it is for the compiled graph"):
+        ckplan.compile(nn.Linear(3, 3), plan)(torch.randn(2, 3))
+
+
+def test_a_plan_for_a_card_is_not_for_the_cpu(on_card: Graph, model: str) -> None:
+    workload = WorkloadSpec(model).build()
+    plan = ckplan.solve(on_card, budget="90%")
+    torch._dynamo.reset()
+    with pytest.raises(PlanError, match="for cuda, and the model is on cpu"):
+        ckplan.compile(workload.model, plan)(workload.batch)
