@@ -2,7 +2,8 @@
 
 Both get the same budgets: bytes between the larger of the two smallest peaks and the
 smaller of the two unplanned ones; at "unplanned" both run without a plan. A step is
-forward, loss and backward, parameters and batch included, gradients set to None before.
+forward, loss and backward, parameters and batch included, gradients set to None before;
+it returns the loss alone, so logits need not live until backward ends.
 Peaks are measured. With `--rounds`, steps are taken by turns in one process, compiled
 and uncompiled, and every round gives a ratio: the table has their median and quartiles.
 Seconds of a busy machine say nothing, ratios of steps by turns a little. Rows are kept
@@ -69,12 +70,10 @@ def measured(name: str, count: int, rounds: int) -> list[dict[str, Any]]:
     """A row for every budget, and one without a budget."""
     from ckplan.errors import InfeasibleError
     from ckplan.solving.solve import solve_plan
-    from ckplan.tracing.profile import profile_workload
-    from ckplan.training.step import Training
 
     spec = spec_of(name, SETTINGS[name])
     say(f"{name}: plan uncompiled")
-    graph = profile_workload(spec, training=Training(optimizer="none"), seed=SEED)
+    graph = _profile(spec)
     say(f"{name}: plan compiled")
     planner = _planner(spec)
     try:
@@ -112,18 +111,26 @@ def measured(name: str, count: int, rounds: int) -> list[dict[str, Any]]:
     return rows
 
 
+def _profile(spec: Any) -> Any:
+    """The step that returns its loss alone, so that no output lives in backward."""
+    from ckplan import profile
+    from ckplan.training.losses import arguments_of, pick_loss
+
+    workload = _built(spec)
+
+    def step(model: Any, batch: Any) -> Any:
+        args, kwargs = arguments_of(batch)
+        return pick_loss(workload, model(*args, **kwargs))[0]
+
+    return profile(workload.model, workload.batch, step=step, optimizer="none")
+
+
 def _planner(spec: Any) -> Any:
-    from ckplan.compiling.replay import replay
-    from ckplan.compiling.search import CompiledPlanner
-    from ckplan.compiling.step import trace_step
+    from ckplan.compiling.step import parts_of
 
-    def use(traced: Any, joint: Any, lowered: Any) -> Any:
-        unplanned = replay(lowered, joint.num_outputs)
-        planner = CompiledPlanner(traced, joint, unplanned, quick=True)
-        assert planner.candidates
-        return planner
-
-    return trace_step(_built(spec), use)
+    (planner,) = parts_of(_built(spec)).planners.values()
+    assert planner.candidates
+    return planner
 
 
 def _built(spec: Any) -> Any:
