@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ckplan.errors import WorkloadError
 from ckplan.graph.graph import Graph
+from ckplan.graph.records import BEFORE_STEP
+from ckplan.graph.updates import with_update_of
 from ckplan.solving.planner import Planner
 from ckplan.solving.solve import limit_of_objective
 from ckplan.tracing.other_steps import OtherSteps
@@ -49,10 +51,10 @@ def tune(
         budget: As of ``auto``; by default the memory of the card that ``gpu`` names.
         total_batch: Rows per step of the optimizer: micro-batches divide it.
         allow: Levers that change results: ``bf16``, ``fp16``, ``adafactor``,
-            ``adamw8bit``; of a file or a source also ``pure-bf16`` and ``lora``. Of
-            plans: ``tiles``, with ``close`` also where that rounds, and ``offload`` to
-            host memory. With ``world_size``: ``ddp``, ``zero1``, ``zero2``, ``zero3``,
-            ``fsdp2``.
+            ``adamw8bit``; of a file or a source also ``pure-bf16``, ``lora`` and, for a
+            card, ``compile``. Of plans: ``tiles``, with ``close`` also where that
+            rounds, and ``offload`` to host memory. With ``world_size``: ``ddp``,
+            ``zero1``, ``zero2``, ``zero3``, ``fsdp2``.
         expandable_segments: Whether the card's allocator uses them.
         batch_dim: The dimension of the batch's tensors that counts rows; 0 by default,
             which is refused if it is time to a recurrent or attention module.
@@ -144,11 +146,12 @@ def recorder(
     proved, steps = _ProvedPaths(), _KnownSteps()
 
     def profiled(way: Way, rows: int, accumulate: int, times: int) -> Graph:
-        if way.options:
+        if way.options or way.compiled:
+            lever = way.options[0][0] if way.options else "compile"
             raise WorkloadError(
                 f"cannot change {way.title} of a model that exists already",
                 needed="a file or a source, from which the model can be made again",
-                hint="ckplan tune model.py --allow " + way.options[0][0],
+                hint=f"ckplan tune model.py --allow {lever}",
             )
         cut = with_rows(whole, rows)
         graph = profile(
@@ -194,6 +197,9 @@ def recorder_of_spec(
             way.optimizer, way.amp, accumulate, training.clip, way.scaler
         )
         at_rows = replace(spec, rows=rows, options=options)
+        if way.compiled:
+            step = record(replace(way, compiled=False), rows, accumulate)
+            return compiled.with_update(at_rows, step)
         check = not proved.has(way)
         graph = profile_workload(
             at_rows,
@@ -207,9 +213,71 @@ def recorder_of_spec(
         steps.learn(way, rows, accumulate, graph)
         return graph
 
-    proved, steps = _ProvedPaths(), _KnownSteps()
-    rows = spec.rows or spec_rows(spec)
-    return Recorder(profiled), rows, way
+    proved, steps, compiled = _ProvedPaths(), _KnownSteps(), _CompiledSteps(how)
+    rows, record = spec.rows or spec_rows(spec), Recorder(profiled)
+    return record, rows, way
+
+
+class _CompiledSteps:
+    """Steps whose forward, loss and backward are compiled, traced once each."""
+
+    def __init__(self, how: Mapping[str, Any]) -> None:
+        """Nothing is traced yet.
+
+        Args:
+            how: Keyword arguments of ``profile_workload``.
+        """
+        self._how = {key: how[key] for key in ("gpu", "host", "seed") if key in how}
+        self._known: dict[str, Graph] = {}
+
+    def with_update(self, spec: WorkloadSpec, step: Graph) -> Graph:
+        """The compiled step of a workload; its update is that of the uncompiled one.
+
+        Raises:
+            WorkloadError: It is for the CPU, accumulates, or cannot be traced compiled.
+        """
+        of_card = self._how.get("gpu") is not None
+        if not of_card or step.num_batches > 1:
+            raise WorkloadError(
+                "cannot tune a compiled step "
+                + ("that accumulates" if of_card else "without a card"),
+                needed="a step of one micro-batch, for a card: the peak of code for "
+                "the CPU is known where it is generated",
+                hint="ckplan.compile(model, '80%'), or ckplan compare model.py "
+                "--compile",
+            )
+        found = with_update_of(self._traced(spec), step)
+        if found is None:
+            raise WorkloadError(
+                "cannot tune the compiled step: its parameters and gradients are not "
+                "those of the uncompiled one",
+                needed="an optimizer that updates what the compiled step trains",
+                hint="leave out --allow compile",
+            )
+        return found
+
+    def _traced(self, spec: WorkloadSpec) -> Graph:
+        key = str(spec)
+        if key not in self._known:
+            import torch
+
+            from ckplan.compiling.elsewhere import NOTE_NO_OPTIMIZER
+            from ckplan.compiling.step import profile_compiled
+
+            torch.compiler.reset()  # it compiles a function for few shapes
+            graph = profile_compiled(spec, **self._how)
+            notes = (note for note in graph.notes if note != NOTE_NO_OPTIMIZER)
+            # What backward begins with is no gradient of a parameter.
+            storages = (
+                replace(one, kind="temporary")
+                if one.kind == "gradient" and one.maker == BEFORE_STEP
+                else one
+                for one in graph.storages
+            )
+            self._known[key] = replace(
+                graph, storages=tuple(storages), notes=tuple(notes)
+            )
+        return self._known[key]
 
 
 class _ProvedPaths:

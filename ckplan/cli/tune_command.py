@@ -64,8 +64,8 @@ def tune(
         typer.Option(
             metavar="LEVERS",
             help="What else may be tried, joined by commas: bf16, fp16, pure-bf16, "
-            "adafactor, adamw8bit, lora; in plans: tiles, close, offload; with "
-            "--world-size: ddp, zero1, zero2, zero3, fsdp2.",
+            "adafactor, adamw8bit, lora; with --gpu: compile; in plans: tiles, "
+            "close, offload; with --world-size: ddp, zero1, zero2, zero3, fsdp2.",
         ),
     ] = None,
     world_size: Annotated[

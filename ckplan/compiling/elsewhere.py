@@ -38,7 +38,9 @@ from ckplan.training.randomness import seed_everything
 from ckplan.training.workload import Workload
 
 _SIMULATED = "simulated, not replayed: without a card, no code is generated for it"
-_OPTIMIZER = "the optimizer is not part of it: leave room with `solve --reserve SIZE`"
+NOTE_NO_OPTIMIZER = (
+    "the optimizer is not part of it: leave room with `solve --reserve SIZE`"
+)
 
 
 def profile_for_card(
@@ -77,7 +79,7 @@ def profile_for_card(
         f"traced under fake tensors, translated to CUDA on {gpu.name}",
         *(f"as CUDA does it: {what}" for what in words),
         f"the peak is {_SIMULATED}",
-        _OPTIMIZER,
+        NOTE_NO_OPTIMIZER,
     )
     known = {**graph.fingerprint, "batch": shapes}
     graph = replace(graph, fingerprint=known, notes=notes)

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import fields, replace
 from functools import cached_property
 from itertools import zip_longest
 from typing import Any, TypeVar
 
-from ckplan.errors import GraphError
 from ckplan.graph.graph import Graph
+from ckplan.graph.lines import check_line, is_in_blocks
 from ckplan.graph.records import Encoding, Op, Storage, TensorType, Workspace
 from ckplan.graph.redrawn import costs_of, redrawn, with_costs_of
-from ckplan.units import MIN_BLOCK_BYTES, in_blocks
+from ckplan.units import in_blocks
 
 _T = TypeVar("_T", Op, Storage, Encoding)
 _GROWS = ("bytes", "flops", "seconds")  # last word of the names of fields that grow
@@ -52,20 +52,31 @@ class StepLine:
             many: Rows of ``large``.
         """
         self._small, self._large, self._few, self._many = small, large, few, many
-        self._blocks = _is_in_blocks(large)
+        self._blocks = is_in_blocks(large)
 
-    def at(self, rows: int) -> Graph:
-        """The step with a number of rows.
+    def check(self, rows: int) -> None:
+        """Check that there is a line.
+
+        Args:
+            rows: The number that is asked for, for the error.
 
         Raises:
             GraphError: The two steps do not run the same ops, or a tensor grows faster
                 than the rows.
         """
-        small, large, three = self._small, self._large, (self._few, self._many, rows)
         if not self._is_checked:
-            _check_same(small, large, three)
-            _check_linear(small, large, three)
+            three = self._few, self._many, rows
+            check_line(self._small, self._large, three)
             self._is_checked = True
+
+    def at(self, rows: int) -> Graph:
+        """The step with a number of rows.
+
+        Raises:
+            GraphError: As of ``check``.
+        """
+        self.check(rows)
+        small, large, three = self._small, self._large, (self._few, self._many, rows)
         ops, storages = list(large.ops), list(large.storages)
         for (before, after), places in self._growing_ops:
             grown = self._op(before, after, three)
@@ -176,16 +187,6 @@ def extrapolate(small: Graph, large: Graph, rows: tuple[int, int, int]) -> Graph
     return StepLine(small, large, few, many).at(wanted)
 
 
-def _check_same(small: Graph, large: Graph, rows: tuple[int, int, int]) -> None:
-    if any(a != b for a, b in zip(_structure(small), _structure(large), strict=True)):
-        raise GraphError(
-            f"cannot extrapolate the step to a batch of {rows[2]} rows: it runs other "
-            f"ops at {rows[0]} rows than at {rows[1]}",
-            needed="the same ops for every batch size",
-            hint="profile where the whole batch fits in memory, or a smaller batch",
-        )
-
-
 def _item_bytes(one: Storage, other: Storage) -> int:
     """Bytes of an element that explain two storages in whole blocks; 0 if none do."""
     few, many = one.tensor, other.tensor
@@ -197,34 +198,6 @@ def _item_bytes(one: Storage, other: Storage) -> int:
         ):
             return item
     return 0
-
-
-def _is_in_blocks(graph: Graph) -> bool:
-    return str(graph.fingerprint.get("device", "")).startswith("cuda")
-
-
-def _check_linear(small: Graph, large: Graph, rows: tuple[int, int, int]) -> None:
-    """Refuse steps with a tensor that grows faster than the rows.
-
-    Raises:
-        GraphError: With the tensor's shapes.
-    """
-    few, many, wanted = rows
-    # Rounding to blocks moves the line by less than this.
-    slack = MIN_BLOCK_BYTES * (few + many) if _is_in_blocks(large) else 0
-    for one, other in zip(small.storages, large.storages, strict=True):
-        (low, high), (least, most) = sorted(((few, one.bytes), (many, other.bytes)))
-        if high * least - most * low + slack >= 0 or one.bytes == other.bytes:
-            continue
-        what = f"a tensor of {one.tensor} at {few} rows is {other.tensor} at {many}"
-        if other.tensor is None:
-            what = f"{one.bytes} bytes at {few} rows are {other.bytes} at {many}"
-        raise GraphError(
-            f"cannot extrapolate the step to a batch of {wanted} rows: its bytes are "
-            f"not linear in the rows: {what}",
-            needed="tensors that grow in proportion to the rows of the batch",
-            hint="profile the batch itself",
-        )
 
 
 def _extrapolated_blocks(
@@ -336,12 +309,3 @@ def _extrapolated_tensor(
     filled = one.bytes * math.prod(many.shape) == other.bytes * math.prod(few.shape)
     fills = num_bytes * math.prod(many.shape) == other.bytes * math.prod(shape)
     return TensorType(many.dtype, shape) if fills or not filled else None
-
-
-def _structure(graph: Graph) -> Iterator[Any]:
-    """The parts that two steps must share."""
-    yield graph.num_forward, graph.num_backward
-    yield [(op.name, op.call, op.reads, op.writes, op.outputs) for op in graph.ops]
-    yield [(one.kind, one.maker, one.last) for one in graph.storages]
-    yield graph.saved
-    yield graph.calls

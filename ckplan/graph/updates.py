@@ -18,15 +18,15 @@ def with_update_of(step: Graph, update: Graph) -> Graph | None:
 
     Args:
         step: A whole step.
-        update: The update of the same model with another optimizer; its gradients exist
-            before it, and it has no forward and backward.
+        update: A step of the same model whose update is wanted. If that alone was
+            recorded, its gradients exist before it.
 
     Returns:
         The step; None if the two updates cannot be exchanged: a tensor of forward or
         backward dies within the update, or an update has workspaces of its own.
     """
-    stop, end = step.backward_stop, len(step.ops)
-    if any(op.name in MULTIPLIES for op in (*step.ops[stop:], *update.ops)):
+    stop, end, begin = step.backward_stop, len(step.ops), update.backward_stop
+    if any(op.name in MULTIPLIES for op in (*step.ops[stop:], *update.ops[begin:])):
         return None  # cuBLAS keeps workspaces for the whole step
     used = _used(step.ops[:stop])
     kept = [
@@ -42,17 +42,20 @@ def with_update_of(step: Graph, update: Graph) -> Graph | None:
     shared = _shared(step, update, set(kept))
     if shared is None:
         return None
-    later = stop + len(update.ops)
-    storages = [_until(step.storages[n], end, later) for n in kept]
+    later = stop + len(update.ops) - begin
+    ending = end - 1 if end > stop else end  # without an update, backward is the end
+    storages = [_until(step.storages[n], ending, later - end) for n in kept]
     renamed = {}
     for number, one in enumerate(update.storages):
         if number in shared:
             renamed[number] = place[shared[number]]
-        elif one.maker != BEFORE_STEP or _is_of_update(update, number):
+        elif one.maker >= begin or _is_of_update(update, number):
             renamed[number] = len(storages)
-            maker = one.maker if one.maker == BEFORE_STEP else one.maker + stop
-            last = one.last if one.last == BEFORE_STEP else one.last + stop
+            maker = one.maker if one.maker == BEFORE_STEP else one.maker - begin + stop
+            last = one.last if one.last == BEFORE_STEP else one.last - begin + stop
             storages.append(replace(one, maker=maker, last=last))
+    if not _used(update.ops[begin:]) <= renamed.keys():
+        return None  # the update reads what forward or backward made
     mine = tuple(
         replace(
             op,
@@ -69,7 +72,7 @@ def with_update_of(step: Graph, update: Graph) -> Graph | None:
             writes=tuple(renamed[n] for n in op.writes),
             outputs=tuple(renamed[n] for n in op.outputs),
         )
-        for op in update.ops
+        for op in update.ops[begin:]
     )
     return replace(
         step,
@@ -89,9 +92,9 @@ def with_update_of(step: Graph, update: Graph) -> Graph | None:
     )
 
 
-def _until(one: Storage, end: int, later: int) -> Storage:
+def _until(one: Storage, ending: int, longer: int) -> Storage:
     """A storage of the step; what lives to its end, as the loss does, still does."""
-    return replace(one, last=one.last - end + later) if one.last >= end - 1 else one
+    return replace(one, last=one.last + longer) if one.last >= ending else one
 
 
 def _is_of_update(graph: Graph, number: int) -> bool:
@@ -115,9 +118,9 @@ def _shared(step: Graph, update: Graph, kept: set[int]) -> dict[int, int] | None
     for kind in ("parameter", "gradient"):
         theirs = list(_of_kind(update, kind))
         mine = [n for n in _of_kind(step, kind) if n in kept]
-        if kind == "gradient":  # backward makes them in another order: pair the sizes
-            theirs.sort(key=lambda n: update.storages[n].bytes)
-            mine.sort(key=lambda n: step.storages[n].bytes)
+        # Backward and compiled code have another order of them: pair the sizes.
+        theirs.sort(key=lambda n: update.storages[n].bytes)
+        mine.sort(key=lambda n: step.storages[n].bytes)
         sizes = [
             [graph.storages[n].bytes for n in numbers]
             for graph, numbers in ((step, mine), (update, theirs))

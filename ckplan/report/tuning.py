@@ -256,6 +256,7 @@ def _setting_json(setting: Setting) -> dict[str, Any]:
         "world_size": way.ranks,
         "tiles": way.tiles,
         "offload": way.offload,
+        "compile": way.compiled,
         "samples_per_second": setting.samples_per_second,
         "step_seconds": setting.step_seconds,
         "peak_bytes": setting.peak_bytes,

@@ -8,8 +8,9 @@ takes longer in the larger of the first two, both are measured once more.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from itertools import combinations
 from typing import Any
 
 from ckplan.errors import GraphError
@@ -24,6 +25,7 @@ from ckplan.tuning.transfer import TransferredPlans, transferred
 
 RecordAt = Callable[[int, int], Graph]
 """Records a step: rows of the micro-batch, micro-batches per optimizer step."""
+_MOST_PROBES = 5  # batches that are recorded to find two that run the same ops
 _KEPT, _KEPT_PLANNERS = 24, 8  # drawn steps, and those whose plans were searched
 ALL_TRIED = 24  # largest number of batches that are all tried
 _GRID = 12  # batches of a grid
@@ -73,6 +75,7 @@ class Batches:
         self._many = 2 if accumulates else 1  # micro-batches of what is recorded
         self.recorded: dict[int, Graph] = {}
         self.not_linear: str | None = None  # why every batch is recorded
+        self.corrected: list[int] = []  # where the recorded step was not as drawn
         self._ends: dict[int, Graph] = {}  # of lines: recorded, and the second probe
         self._lines: dict[tuple[int, int], StepLine] = {}
         self._totals: dict[tuple[int, int, int], tuple[_Totals, ...]] = {}
@@ -85,11 +88,6 @@ class Batches:
     def any_recorded(self) -> Graph:
         """A step that was recorded, whatever its batch."""
         return next(iter(self._ends.values()))
-
-    @property
-    def corrected(self) -> list[int]:
-        """Batches at which the recorded step was not like the drawn one."""
-        return [rows for rows in self._ends if rows not in self._probes]
 
     def recorded_at(self, rows: int) -> Graph:
         """The step at a batch, recorded; drawn ones are then drawn anew."""
@@ -112,6 +110,7 @@ class Batches:
             return True
         graph = self._record(rows, self._many)
         if not _are_alike(drawn, graph):
+            self.corrected.append(rows)
             self.recorded[rows] = self._ends[rows] = graph
             for known in (self._drawn, self._planners, self._transferred):
                 known.clear()
@@ -179,9 +178,12 @@ class Batches:
     def step_seconds(self, rows: int, accumulate: int = 1) -> float:
         """Seconds of the unplanned step at a batch, which is not drawn for them."""
         self._record_probes()
-        if rows in self._ends or self.not_linear:
+        pair = None
+        while not (rows in self._ends or self.not_linear or pair):
+            pair = self._pair(rows)
+        if pair is None:
             return self.at(rows, accumulate).step_seconds
-        few, many = self._nearest(rows)
+        few, many = pair
         end = few if rows < few else many
         key = few, many, (rows > many) - (rows < few)  # on a side, or between
         if key not in self._totals:
@@ -199,18 +201,37 @@ class Batches:
         self._record_probes()
         if rows in self._ends:
             return self._ends[rows]
-        pairs = dict.fromkeys((self._nearest(rows), self._second_choice()))
-        for few, many in pairs:
-            if (few, many) not in self._lines:
-                self._lines[few, many] = StepLine(
-                    self._ends[few], self._ends[many], few, many
-                )
+        pair = self._pair(rows)
+        return self._at(rows) if pair is None else self._lines[pair].at(rows)
+
+    def _pair(self, rows: int) -> tuple[int, int] | None:
+        """Two ends on whose line a batch is; None if that is asked for too early.
+
+        Then another batch was recorded, or every one is from now on.
+        """
+        for few, many in self._pairs(rows):
+            small, large = self._ends[few], self._ends[many]
+            line = self._lines.setdefault(
+                (few, many), StepLine(small, large, few, many)
+            )
             try:
-                return self._lines[few, many].at(rows)
+                line.check(rows)
             except GraphError as error:
                 why = error.what
-        self.not_linear = why
-        return self.recorded_at(rows)
+            else:
+                return few, many
+        if len(self._ends) < _MOST_PROBES:  # larger batches may run the same ops
+            self.recorded_at(2 * max(self._ends))
+        else:
+            self.not_linear = why
+        return None
+
+    def _pairs(self, rows: int) -> Iterable[tuple[int, int]]:
+        """Pairs of ends to draw a batch through, the best one first."""
+        few, many = sorted(self._probes)
+        others = combinations(sorted(self._ends, reverse=True), 2)
+        turned = ((small, large) for large, small in others)
+        return dict.fromkeys((self._nearest(rows), (few, many), *turned))
 
     def _record_probes(self) -> None:
         first, second = self._probes
@@ -242,10 +263,6 @@ class Batches:
             self.recorded.update(found)
             self._ends.update(found)
             self._drawn.clear()
-
-    def _second_choice(self) -> tuple[int, int]:
-        few, many = sorted(self._probes)
-        return few, many
 
     def _nearest(self, rows: int) -> tuple[int, int]:
         """The two ends around a batch, or the two nearest ones."""

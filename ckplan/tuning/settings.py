@@ -37,6 +37,7 @@ class Way:
     ranks: int = 1  # each with batches of its own
     tiles: str | None = None  # bits of a head in tiles: SAME or CLOSE
     offload: str | None = None  # where plans may move values
+    compiled: bool = False  # forward, loss and backward, by torch.compile
 
     @property
     def title(self) -> str:
@@ -45,6 +46,7 @@ class Way:
         parts.append(self.shard and f"{self.shard} over {self.ranks}")
         parts.append(self.tiles and f"tiles ({self.tiles} bits)")
         parts.append(self.offload and f"offload to {self.offload}")
+        parts.append("compiled" if self.compiled else None)
         return ", ".join(filter(None, parts)) or "as given"
 
 
@@ -119,6 +121,14 @@ class Lever:
 
 _IN_16_BITS = "the parameters are in 16 bits already: autocast has nothing to cast"
 _ONE_SEARCH = "plans with both are `ckplan solve`'s: their search takes minutes"
+_WITHOUT_CAST = "compiled steps are profiled without autocast"
+_ONLY_SAVED = "plans for compiled code choose what is saved, and nothing else"
+_ONE_RANK = "compiled steps are profiled for one rank"
+_NOT_COMPILED = (
+    *((name, _WITHOUT_CAST) for name in ("bf16", "fp16")),
+    *((name, _ONLY_SAVED) for name in ("tiles", "close", "offload")),
+    *((name, _ONE_RANK) for name in SCHEMES),
+)
 ALLOWED = {
     lever.name: lever
     for lever in (
@@ -147,6 +157,7 @@ ALLOWED = {
             (("offload", "host"),),
             (("tiles", _ONE_SEARCH), ("close", _ONE_SEARCH)),
         ),
+        Lever("compile", CLOSE, (("compiled", True),), _NOT_COMPILED),
     )
 }
 """Levers that need a word: they change the numbers of training, or need memory of the

@@ -38,6 +38,7 @@ from ckplan.tuning.tuned import Alternative, Tuned, all_refused, gives_up, nothi
 from ckplan.units import format_bytes
 
 _MOST_CHECKS = 4
+_WORTH = 1.01  # what a drawn setting gains at least, where another is recorded
 _MOST_NAMED = 3  # tensors at the peak
 
 
@@ -206,11 +207,14 @@ class Tuning:
 
     def _checked(self, way: Way) -> Setting | None:
         """The best setting of a way, at a batch that is recorded."""
-        search = self.search(way)
+        search, known = self.search(way), None
         for _ in range(_MOST_CHECKS):
             best = self.best_of(way)
             if best is None or best.profiled:
                 return best
+            worth = _WORTH * known.samples_per_second if known else 0.0
+            if best.samples_per_second <= worth:
+                return known  # what was drawn so near to it is not known to be faster
             alike = search.check(best.batch)
             if not alike:
                 self._unlike = True
@@ -224,6 +228,7 @@ class Tuning:
             real = search.setting(best.batch)
             if alike and real is not None:
                 return real  # others are drawn: what is left between them is noise
+            known = real if real is not None and real.profiled else known
             if not alike and (real is None or real.peak_bytes != best.peak_bytes):
                 found = (
                     "does not fit" if real is None else format_bytes(real.peak_bytes)

@@ -38,7 +38,7 @@ from ckplan.tracing.faking.known_sizes import fake_like, tensor_of_known, with_p
 from ckplan.training.collector import Instances
 from ckplan.training.randomness import may_draw
 
-_LARGEST_BYTES = 1 << 20  # largest known tensor of integers
+_LARGEST_BYTES = 1 << 25  # largest known tensor of integers: 8,192 x 512 positions
 _LARGEST_FLOAT_BYTES = 1 << 16
 QUESTIONS = (
     torch.ops.aten._local_scalar_dense.default,
