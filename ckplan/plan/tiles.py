@@ -19,7 +19,7 @@ rounded in another place."""
 
 ELEMENTWISE = frozenset(
     {"gelu", "relu", "silu", "mish", "elu", "leaky_relu", "hardswish", "tanh"}
-    | {"sigmoid", "erf", "neg", "mul", "add", "sub", "div", "pow"}
+    | {"hardtanh", "sigmoid", "erf", "neg", "mul", "add", "sub", "div", "pow"}
 )
 """Ops that treat every element apart; an MLP runs them between its products."""
 
@@ -37,6 +37,9 @@ BEFORE_PRODUCTS = (
 
 _ROWS = 32  # smallest tile of tokens, or of rows; cuts lie at multiples
 _COLUMNS = 64  # same, for the vocabulary, or for columns
+# Same, for samples of convolutions. On CPUs, torch takes other kernels for fewer than
+# 16 samples on one thread, and for one sample on several.
+_SAMPLES, _FEW_SAMPLES = 16, 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +116,14 @@ class RowTiles:
     def of_rows(self, size: int) -> list[slice]:
         """Cut ``size`` rows."""
         return _cut(size, self.rows, _ROWS)
+
+    def of_samples(self, size: int) -> list[slice]:
+        """Cut ``size`` samples of a batch, the rows of a 1x1 convolution.
+
+        >>> RowTiles(rows=8).of_samples(40)
+        [slice(0, 16, None), slice(16, 40, None)]
+        """
+        return _cut(size, self.rows, _SAMPLES if size >= _SAMPLES else _FEW_SAMPLES)
 
     def of_columns(self, size: int) -> list[slice]:
         """Cut ``size`` columns.

@@ -1,8 +1,9 @@
 """The passes over the tiles of a row-wise call, as a function that autograd knows.
 
-Shapes: R rows, D features, H columns of hidden values, O outputs. Forward and the
-gradient of the input go by tiles of rows; gradients of weights by tiles of columns, all
-rows in each. So no sum is split, and hidden values are never whole.
+Shapes: R rows, D features, H columns of hidden values, O outputs; of convolutions N
+samples, D, H and O channels, and positions. Forward and the gradient of the input go by
+tiles of rows; gradients of weights by tiles of columns, all rows in each. So no sum is
+split, and hidden values are never whole.
 """
 
 from __future__ import annotations
@@ -14,11 +15,18 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from ckplan.applying.tiling.row_program import Operands, RowProgram
+from ckplan.applying.tiling.row_products import (
+    EVERY,
+    empty_output,
+    inner_gradient,
+    rows_of,
+    write_input_gradient,
+    write_output,
+    write_weights,
+)
+from ckplan.applying.tiling.row_program import RowProgram
 from ckplan.applying.tiling.row_steps import run_steps
 from ckplan.plan.tiles import RowTiles
-
-_EVERY = slice(None)
 
 
 class RowWise(torch.autograd.Function):
@@ -28,20 +36,14 @@ class RowWise(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, program: RowProgram, tiles: RowTiles, *rest: Tensor
     ) -> Tensor:
-        """Compute the output, [R, O], by tiles of rows."""
+        """Compute the output, [R, O] or [N, O, ...], by tiles of rows."""
         ctx.save_for_backward(hidden, *rest)
         ctx.program, ctx.tiles = program, tiles
-        rows = hidden.view(-1, hidden.shape[-1])
-        assert program.final is not None
-        weight = program.weight(rest, program.final)
-        made = hidden.new_empty(len(rows), weight.shape[-1])
-        bias = program.final.bias
-        for part in tiles.of_rows(len(rows)):
-            value, _ = run_steps(program, rest, rows[part], _EVERY, tracked=False)
-            if bias is None:
-                torch.mm(value, weight, out=made[part])
-            else:
-                torch.addmm(rest[bias], value, weight, out=made[part])
+        rows = rows_of(program, hidden)
+        made = empty_output(program, rest, rows)
+        for part in program.cut_rows(tiles, len(rows)):
+            value, _ = run_steps(program, rest, rows[part], EVERY, tracked=False)
+            write_output(program, rest, value, made[part])
             del value
         return made
 
@@ -51,7 +53,7 @@ class RowWise(torch.autograd.Function):
         """Compute the gradients by tiles."""
         hidden, *rest = ctx.saved_tensors
         program, tiles, operands = ctx.program, ctx.tiles, tuple(rest)
-        rows = hidden.view(-1, hidden.shape[-1])
+        rows = rows_of(program, hidden)
         for_hidden, _, _, *wanted = ctx.needs_input_grad
         made = None
         if for_hidden:
@@ -75,19 +77,15 @@ def _by_rows(
 ) -> Tensor:
     """The gradient of the input."""
     made = torch.empty_like(rows)
-    for part in tiles.of_rows(len(rows)):
-        value, leaves = run_steps(program, operands, rows[part], _EVERY, tracked=True)
-        edge = get_gradient_edge(value)
+    for part in program.cut_rows(tiles, len(rows)):
+        value, leaves = run_steps(program, operands, rows[part], EVERY, tracked=True)
+        edge, seen = get_gradient_edge(value), _seen(program, value)
         del value  # unless the elementwise ops keep it
-        gradients = _gradients(program, operands, edge, leaves, given[part], _EVERY)
-        del edge, leaves
-        # Autograd adds in this order: the last product first.
-        for number, (_, of) in enumerate(reversed(program.first)):
-            weight = program.weight(operands, of).t()
-            if number == 0:
-                torch.mm(gradients.pop(), weight, out=made[part])
-            else:
-                made[part].add_(torch.mm(gradients.pop(), weight))
+        gradients = _gradients(
+            edge, leaves, inner_gradient(program, operands, given[part], seen, EVERY)
+        )
+        del edge, leaves, seen
+        write_input_gradient(program, operands, rows[part], gradients, made[part])
     return made
 
 
@@ -102,53 +100,25 @@ def _by_columns(
     """Write the gradients of weights and biases."""
     final = program.final
     assert final is not None
-    if final.bias is not None:
-        _write_sum(given, outs[final.bias], _EVERY)
-    width = program.weight(operands, final).shape[0]
-    for part in tiles.of_columns(width):
+    for part in tiles.of_columns(program.sizes(final)[0]):
         value, leaves = run_steps(program, operands, rows, part, tracked=True)
-        _write_product(value.detach(), given, outs[final.weight], final, (part, _EVERY))
-        edge = get_gradient_edge(value)
+        write_weights(operands, final, (value.detach(), given), outs, (part, EVERY))
+        edge, seen = get_gradient_edge(value), _seen(program, value)
         del value
-        gradients = _gradients(program, operands, edge, leaves, given, part)
-        del edge, leaves
+        gradients = _gradients(
+            edge, leaves, inner_gradient(program, operands, given, seen, part)
+        )
+        del edge, leaves, seen
         for (_, of), gradient in zip(program.first, gradients, strict=True):
-            _write_product(rows, gradient, outs[of.weight], of, (_EVERY, part))
-            if of.bias is not None:
-                _write_sum(gradient, outs[of.bias], part)
+            write_weights(operands, of, (rows, gradient), outs, (EVERY, part))
         del gradients, gradient
 
 
-def _gradients(
-    program: RowProgram,
-    operands: tuple[Tensor, ...],
-    edge: GradientEdge,
-    leaves: list[Tensor],
-    given: Tensor,
-    columns: slice,
-) -> list[Tensor]:
+def _seen(program: RowProgram, value: Tensor) -> Tensor | None:
+    """The value that backward of the last product looks at, if it does."""
+    return value.detach() if program.spatial else None
+
+
+def _gradients(edge: GradientEdge, leaves: list[Tensor], inner: Tensor) -> list[Tensor]:
     """Gradients of the first products, through the elementwise ops."""
-    assert program.final is not None
-    weight = program.weight(operands, program.final)[columns].t()
-    return list(torch.autograd.grad([edge], leaves, [torch.mm(given, weight)]))
-
-
-def _write_product(
-    inputs: Tensor,
-    gradient: Tensor,
-    out: Tensor | None,
-    of: Operands,
-    part: tuple[slice, slice],
-) -> None:
-    """Write ``inputs.t() @ gradient`` to a part [inputs, outputs] of a gradient."""
-    if out is None:
-        return
-    if of.is_transposed:
-        torch.mm(gradient.t(), inputs, out=out[part[1], part[0]])
-    else:
-        torch.mm(inputs.t(), gradient, out=out[part])
-
-
-def _write_sum(gradient: Tensor, out: Tensor | None, part: slice) -> None:
-    if out is not None:
-        torch.sum(gradient, 0, out=out[part])
+    return list(torch.autograd.grad([edge], leaves, [inner]))

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ckplan.applying.tiling.row_products import product_of
 from ckplan.applying.tiling.row_program import (
     Elementwise,
-    Operands,
     Product,
     RowProgram,
     Value,
@@ -31,7 +31,7 @@ def run_steps(
     Args:
         program: What to compute.
         operands: Its parameters.
-        rows: Rows of the input, [r, D].
+        rows: Rows of the input, [r, D], or samples, [n, D, ...].
         columns: Of the hidden values.
         tracked: Whether autograd follows the elementwise ops.
 
@@ -45,7 +45,7 @@ def run_steps(
             step = program.steps[number]
             if isinstance(step, Product):
                 with torch.no_grad():
-                    made = _times(program, operands, step.of, rows, columns)
+                    made = product_of(program, operands, step.of, rows, columns)
                 if tracked:
                     leaves.append(made.requires_grad_())
             else:
@@ -54,19 +54,6 @@ def run_steps(
             for one in dead:
                 del values[one]
     return values.pop(program.result), leaves
-
-
-def _times(
-    program: RowProgram,
-    operands: tuple[Tensor, ...],
-    of: Operands,
-    rows: Tensor,
-    columns: slice,
-) -> Tensor:
-    weight = program.weight(operands, of)[:, columns]
-    if of.bias is None:
-        return torch.mm(rows, weight)
-    return torch.addmm(operands[of.bias][columns], rows, weight)
 
 
 def apply_step(step: Elementwise, values: dict[int, Tensor]) -> Tensor:
