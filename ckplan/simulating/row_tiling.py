@@ -15,7 +15,12 @@ from ckplan.graph.records import Hazard, Op, Saved, Storage
 from ckplan.plan.tiles import RowTiles
 from ckplan.simulating.row_buffers import columns_bytes, forward_bytes, rows_bytes
 from ckplan.simulating.row_parts import refuse_rows
-from ckplan.simulating.row_wise import RowOps, find_row_wise, input_gradient
+from ckplan.simulating.row_wise import (
+    RowOps,
+    find_row_wise,
+    gradients_of_parameters,
+    input_gradient,
+)
 from ckplan.simulating.tiling import costed, kept_by_kernels, refuse_other_bits
 
 _NOTING_SECONDS = 0.005
@@ -79,9 +84,8 @@ def _replace_call(
     if gradient is not None and for_rows is not None:
         _move(ops, storages, gradient, for_rows)
     if for_columns is not None:
-        for number in found.weight_gradients:
-            for storage in graph.creates[number]:
-                _move(ops, storages, storage, for_columns)
+        for storage in gradients_of_parameters(graph, found):
+            _move(ops, storages, storage, for_columns)
     for storage in (found.hidden, found.given):
         last = max(storages[storage].last, end)
         storages[storage] = replace(storages[storage], last=last)
@@ -118,7 +122,7 @@ def _set_passes(
     """Give ops the seconds, FLOPs and workspaces of tiles."""
     for_rows, for_columns = passes
     again = (*found.forward[:-1], found.inner_gradient, *found.elementwise)
-    rows = len(tiles.of_rows(found.rows))
+    rows = len(found.cut_rows(tiles))
     runs: dict[int, tuple[tuple[int, ...], int]] = {
         found.product: (found.forward, rows)
     }
@@ -132,7 +136,9 @@ def _set_passes(
         spaces[for_columns] = columns_bytes(graph, found, tiles)
     numbers = sorted({*found.forward, *found.backward})
     mine = [ops[number] for number in numbers]
-    spent = costed(graph, zip(numbers, mine, strict=True), runs, spaces, {*numbers})
+    costs = {number: graph.ops[number] for number in numbers}
+    costs |= {number: _half(graph.ops[number]) for number in found.halved}
+    spent = costed(costs, zip(numbers, mine, strict=True), runs, spaces, {*numbers})
     for number, op in zip(numbers, spent, strict=True):
         ops[number] = op
     last = ops[found.product]
@@ -141,3 +147,13 @@ def _set_passes(
         ops[found.product] = replace(last, launch_seconds=more)
     else:
         ops[found.product] = replace(last, seconds=last.seconds + _NOTING_SECONDS)
+
+
+def _half(op: Op) -> Op:
+    """The costs of one of two products."""
+    return replace(
+        op,
+        seconds=op.seconds / 2,
+        flops=op.flops // 2,
+        moved_bytes=op.moved_bytes // 2,
+    )

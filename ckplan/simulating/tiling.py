@@ -193,11 +193,11 @@ def _in_passes(
         found.backward: backward_bytes(found, tiles, scratch),
     }
     gone = {*number_of, *ahead, *found.weight_gradients}
-    yield from costed(graph, enumerate(ops), passes, spaces, gone)
+    yield from costed(graph.ops, enumerate(ops), passes, spaces, gone)
 
 
 def costed(
-    graph: Graph,
+    whole: Mapping[int, Op] | tuple[Op, ...],
     ops: Iterable[tuple[int, Op]],
     passes: Mapping[int, tuple[Sequence[int], int]],
     spaces: Mapping[int, int],
@@ -206,7 +206,7 @@ def costed(
     """Ops with the costs of others, which run in them.
 
     Args:
-        graph: The step as it is.
+        whole: Ops as they are, by number.
         ops: Of the other step, with their numbers.
         passes: Op -> the ops that run in it, and how many launches each has.
         spaces: Op -> bytes of its workspace.
@@ -215,7 +215,7 @@ def costed(
     for number, op in ops:
         if number in passes:
             parts, count = passes[number]
-            run = [graph.ops[n] for n in parts]
+            run = [whole[n] for n in parts]
             yield replace(
                 op,
                 workspace=Workspace((), (spaces[number],)),

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import get_gradient_edge
 
 from ckplan.applying.tiling.row_products import (
     EVERY,
@@ -81,10 +81,10 @@ def _by_rows(
         value, leaves = run_steps(program, operands, rows[part], EVERY, tracked=True)
         edge, seen = get_gradient_edge(value), _seen(program, value)
         del value  # unless the elementwise ops keep it
-        gradients = _gradients(
-            edge, leaves, inner_gradient(program, operands, given[part], seen, EVERY)
-        )
-        del edge, leaves, seen
+        inner = inner_gradient(program, operands, given[part], seen, EVERY)
+        del seen
+        gradients = list(torch.autograd.grad([edge], leaves, [inner]))
+        del edge, leaves, inner
         write_input_gradient(program, operands, rows[part], gradients, made[part])
     return made
 
@@ -105,10 +105,10 @@ def _by_columns(
         write_weights(operands, final, (value.detach(), given), outs, (part, EVERY))
         edge, seen = get_gradient_edge(value), _seen(program, value)
         del value
-        gradients = _gradients(
-            edge, leaves, inner_gradient(program, operands, given, seen, part)
-        )
-        del edge, leaves, seen
+        inner = inner_gradient(program, operands, given, seen, part)
+        del seen
+        gradients = list(torch.autograd.grad([edge], leaves, [inner]))
+        del edge, leaves, inner
         for (_, of), gradient in zip(program.first, gradients, strict=True):
             write_weights(operands, of, (rows, gradient), outs, (EVERY, part))
         del gradients, gradient
@@ -117,8 +117,3 @@ def _by_columns(
 def _seen(program: RowProgram, value: Tensor) -> Tensor | None:
     """The value that backward of the last product looks at, if it does."""
     return value.detach() if program.spatial else None
-
-
-def _gradients(edge: GradientEdge, leaves: list[Tensor], inner: Tensor) -> list[Tensor]:
-    """Gradients of the first products, through the elementwise ops."""
-    return list(torch.autograd.grad([edge], leaves, [inner]))

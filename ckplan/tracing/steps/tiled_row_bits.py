@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import replace
+from math import prod
 
 import torch
 
@@ -19,7 +20,7 @@ from ckplan.applying.tiling import check_row_bits
 from ckplan.applying.tiling.row_noting import program_of
 from ckplan.applying.tiling.row_program import NotRowWise, RowProgram
 from ckplan.graph.graph import Graph
-from ckplan.graph.records import TiledBits
+from ckplan.graph.records import TensorType, TiledBits
 from ckplan.plan.tiles import RowTiles
 from ckplan.simulating.row_wise import RowOps
 from ckplan.solving.tiled_rows import (
@@ -37,6 +38,7 @@ from ckplan.training.warm_up import warm_up_vector_kernels
 from ckplan.training.workload import Workload
 
 _RUNS = 4  # of all ops of an MLP: plain, and again in tiles
+_LAYOUTS = 2  # of convolutions
 _AT_ONCE = 2  # of the bytes of all hidden values
 _TILES = RowTiles(ROW_COUNT, ROW_COUNT)
 
@@ -130,18 +132,27 @@ def _programs(
         return dict.fromkeys(wanted, f"{type(error).__name__}: {first_line(error)}")
     found: dict[int, RowProgram | str] = {}
     for call in wanted:
-        whole = graph.calls[call]
-        is_first = calls[call].forward[0] == whole.start  # no norm comes before
-        of = calls[call].hidden if is_first else whole.arguments[0]
-        tensor = graph.storages[of].tensor
-        assert tensor is not None
-        dtype = getattr(torch, tensor.dtype)
-        given = torch.empty(tensor.shape, dtype=dtype, device=device)
+        dtype, shape = _given(graph, call, calls[call])
+        given = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
         try:
-            found[call] = program_of(modules[whole.fqn].forward, given)
+            found[call] = program_of(modules[graph.calls[call].fqn].forward, given)
         except NotRowWise as error:
             found[call] = str(error)
     return found
+
+
+def _given(graph: Graph, call: int, found: RowOps) -> TensorType:
+    """What a call is given: the storage may show another shape than its view."""
+    if found.forward[0] != graph.calls[call].start:  # a norm comes first
+        tensor = graph.storages[graph.calls[call].arguments[0]].tensor
+        assert tensor is not None
+        return tensor
+    tensor = graph.storages[found.hidden].tensor
+    assert tensor is not None
+    if not found.spatial:
+        return tensor
+    channels = prod(tensor.shape) // (found.rows * prod(found.spatial))
+    return tensor._replace(shape=(found.rows, channels, *found.spatial))
 
 
 def _test(program: RowProgram | str, found: RowOps, device: torch.device) -> Cost | str:
@@ -169,7 +180,8 @@ def _key(graph: Graph, kind: Hashable, found: RowOps) -> str:
 def _too_large(graph: Graph, found: RowOps, device: torch.device) -> str:
     """Why an MLP is not tested, in words; "" if it is."""
     numbers = (*found.forward, *found.backward)
-    seconds = _RUNS * sum(graph.ops[number].seconds for number in numbers)
+    runs = _RUNS * (_LAYOUTS if found.spatial else 1)
+    seconds = runs * sum(graph.ops[number].seconds for number in numbers)
     if seconds > LONGEST_SECONDS:
         return f"it would take {seconds:.0f} s"
     if _AT_ONCE * sum(_sizes(graph, numbers)) > free_bytes(device):
