@@ -37,9 +37,7 @@ BEFORE_PRODUCTS = (
 
 _ROWS = 32  # smallest tile of tokens, or of rows; cuts lie at multiples
 _COLUMNS = 64  # same, for the vocabulary, or for columns
-# Same, for samples of convolutions. On CPUs, torch takes other kernels for fewer than
-# 16 samples on one thread, and for one sample on several.
-_SAMPLES, _FEW_SAMPLES = 16, 2
+_SAMPLES = 2  # same, for samples of convolutions: kernels for one may be others
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,10 +118,10 @@ class RowTiles:
     def of_samples(self, size: int) -> list[slice]:
         """Cut ``size`` samples of a batch, the rows of a 1x1 convolution.
 
-        >>> RowTiles(rows=8).of_samples(40)
-        [slice(0, 16, None), slice(16, 40, None)]
+        >>> RowTiles(rows=8).of_samples(5)
+        [slice(0, 2, None), slice(2, 5, None)]
         """
-        return _cut(size, self.rows, _SAMPLES if size >= _SAMPLES else _FEW_SAMPLES)
+        return _cut(size, self.rows, _SAMPLES)
 
     def of_columns(self, size: int) -> list[slice]:
         """Cut ``size`` columns.

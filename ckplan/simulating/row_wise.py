@@ -17,8 +17,10 @@ from ckplan.graph.records import Op, Storage
 from ckplan.plan.tiles import ELEMENTWISE, RowTiles
 from ckplan.simulating.row_backward import Way, check_gradients, follow_back
 from ckplan.simulating.row_parts import (
+    CONVOLUTION,
     CONVOLUTION_BACKWARD,
     PRODUCTS,
+    is_pointwise,
     parts_of,
     refuse_rows,
 )
@@ -178,6 +180,8 @@ def _follow_forward(
 def _follow(graph: Graph, call: int, number: int, way: Way) -> None:
     """Follow an op of forward before the last one."""
     op = graph.ops[number]
+    if op.name == CONVOLUTION and not is_pointwise(graph, number):
+        raise refuse_rows(graph, call, "a convolution in it is not 1x1, or has groups")
     if op.name in PRODUCTS:
         values = _factors(graph, call, number, way)
         known = {way.hidden} if way.first else values

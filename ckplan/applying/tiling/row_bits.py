@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ckplan.applying.tiling.bits import Bits, compared
 from ckplan.applying.tiling.row_passes import RowWise
-from ckplan.applying.tiling.row_products import layouts_of, product_of
+from ckplan.applying.tiling.row_products import Products
 from ckplan.applying.tiling.row_program import Product, RowProgram
 from ckplan.applying.tiling.row_steps import apply_step
 from ckplan.plan.tiles import RowTiles
@@ -58,26 +58,23 @@ def check_row_bits(
         return made
 
     def plain(hidden: Tensor, *rest: Tensor) -> Tensor:
-        return _whole(program, hidden, rest)
+        return _whole(Products(program, rest), hidden)
 
-    found = []
-    for layout in layouts_of(hidden):  # the caller does not know which it will be
-        given = hidden.contiguous(memory_format=layout), *operands
-        one, other = (_results(made, given, gradient) for made in (plain, tiled))
-        found.append(compared(one, other, torch.get_num_threads()))
-    return max(found, key=lambda bits: (bool(bits.where), bits.difference))
+    given = hidden.contiguous(memory_format=program.layout), *operands
+    one, other = (_results(made, given, gradient) for made in (plain, tiled))
+    return compared(one, other, torch.get_num_threads())
 
 
-def _whole(program: RowProgram, hidden: Tensor, operands: tuple[Tensor, ...]) -> Tensor:
+def _whole(products: Products, hidden: Tensor) -> Tensor:
     """The output as autograd follows it, without tiles."""
+    program = products.program
     values: dict[int, Tensor] = {}
     for number, step in enumerate(program.steps):
         if isinstance(step, Product):
-            values[number] = product_of(program, operands, step.of, hidden)
+            values[number] = products.make(step.of, hidden)
         else:
             values[number] = apply_step(step, values)
-    assert program.final is not None
-    return product_of(program, operands, program.final, values[program.result])
+    return products.make(products.final, values[program.result])
 
 
 def _results(

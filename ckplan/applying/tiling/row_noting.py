@@ -231,6 +231,7 @@ class _Noting(TorchDispatchMode):
             self._input, self._dtype = value, first.dtype
         if value != self._input:
             raise NotRowWise("its first products are of different tensors")
+        self._program.layout = format_of(first)
         if not first.is_contiguous(memory_format=format_of(first)):
             raise NotRowWise("its input is not contiguous")
 

@@ -15,15 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import get_gradient_edge
 
-from ckplan.applying.tiling.row_products import (
-    EVERY,
-    empty_output,
-    inner_gradient,
-    rows_of,
-    write_input_gradient,
-    write_output,
-    write_weights,
-)
+from ckplan.applying.tiling.row_products import EVERY, Products, rows_of
 from ckplan.applying.tiling.row_program import RowProgram
 from ckplan.applying.tiling.row_steps import run_steps
 from ckplan.plan.tiles import RowTiles
@@ -40,10 +32,11 @@ class RowWise(torch.autograd.Function):
         ctx.save_for_backward(hidden, *rest)
         ctx.program, ctx.tiles = program, tiles
         rows = rows_of(program, hidden)
-        made = empty_output(program, rest, rows)
+        products = Products.like_whole(program, rest, rows)
+        made = products.empty_output(rows)
         for part in program.cut_rows(tiles, len(rows)):
-            value, _ = run_steps(program, rest, rows[part], EVERY, tracked=False)
-            write_output(program, rest, value, made[part])
+            value, _ = run_steps(products, rows[part], EVERY, tracked=False)
+            products.write_output(value, made[part])
             del value
         return made
 
@@ -52,68 +45,63 @@ class RowWise(torch.autograd.Function):
     def backward(ctx: Any, given: Tensor) -> tuple[Tensor | None, ...]:
         """Compute the gradients by tiles."""
         hidden, *rest = ctx.saved_tensors
-        program, tiles, operands = ctx.program, ctx.tiles, tuple(rest)
+        program, tiles = ctx.program, ctx.tiles
         rows = rows_of(program, hidden)
         for_hidden, _, _, *wanted = ctx.needs_input_grad
         made = None
         if for_hidden:
-            made = _by_rows(program, operands, tiles, rows, given).view(hidden.shape)
+            products = Products.like_whole(program, tuple(rest), rows)
+            made = _by_rows(products, tiles, rows, given).view(hidden.shape)
         if not any(wanted):
             return made, None, None, *(None for _ in wanted)
         outs = [
             torch.empty_like(one) if is_wanted else None
-            for one, is_wanted in zip(operands, wanted, strict=True)
+            for one, is_wanted in zip(rest, wanted, strict=True)
         ]
-        _by_columns(program, operands, tiles, rows, given, outs)
+        _by_columns(Products(program, tuple(rest)), tiles, rows, given, outs)
         return made, None, None, *outs
 
 
 def _by_rows(
-    program: RowProgram,
-    operands: tuple[Tensor, ...],
-    tiles: RowTiles,
-    rows: Tensor,
-    given: Tensor,
+    products: Products, tiles: RowTiles, rows: Tensor, given: Tensor
 ) -> Tensor:
     """The gradient of the input."""
     made = torch.empty_like(rows)
-    for part in program.cut_rows(tiles, len(rows)):
-        value, leaves = run_steps(program, operands, rows[part], EVERY, tracked=True)
-        edge, seen = get_gradient_edge(value), _seen(program, value)
+    for part in products.program.cut_rows(tiles, len(rows)):
+        value, leaves = run_steps(products, rows[part], EVERY, tracked=True)
+        edge, seen = get_gradient_edge(value), _seen(products, value)
         del value  # unless the elementwise ops keep it
-        inner = inner_gradient(program, operands, given[part], seen, EVERY)
+        inner = products.inner_gradient(given[part], seen)
         del seen
         gradients = list(torch.autograd.grad([edge], leaves, [inner]))
         del edge, leaves, inner
-        write_input_gradient(program, operands, rows[part], gradients, made[part])
+        products.write_input_gradient(rows[part], gradients, made[part])
     return made
 
 
 def _by_columns(
-    program: RowProgram,
-    operands: tuple[Tensor, ...],
+    products: Products,
     tiles: RowTiles,
     rows: Tensor,
     given: Tensor,
     outs: list[Tensor | None],
 ) -> None:
     """Write the gradients of weights and biases."""
-    final = program.final
-    assert final is not None
+    program, final = products.program, products.final
     for part in tiles.of_columns(program.sizes(final)[0]):
-        value, leaves = run_steps(program, operands, rows, part, tracked=True)
-        write_weights(operands, final, (value.detach(), given), outs, (part, EVERY))
-        edge, seen = get_gradient_edge(value), _seen(program, value)
+        value, leaves = run_steps(products, rows, part, tracked=True)
+        products.write_weights(final, (value.detach(), given), outs, (part, EVERY))
+        edge, seen = get_gradient_edge(value), _seen(products, value)
         del value
-        inner = inner_gradient(program, operands, given, seen, part)
+        inner = products.inner_gradient(given, seen, part)
         del seen
         gradients = list(torch.autograd.grad([edge], leaves, [inner]))
         del edge, leaves, inner
         for (_, of), gradient in zip(program.first, gradients, strict=True):
-            write_weights(operands, of, (rows, gradient), outs, (EVERY, part))
+            products.write_weights(of, (rows, gradient), outs, (EVERY, part))
         del gradients, gradient
 
 
-def _seen(program: RowProgram, value: Tensor) -> Tensor | None:
+def _seen(products: Products, value: Tensor) -> Tensor | None:
     """The value that backward of the last product looks at, if it does."""
-    return value.detach() if program.spatial else None
+    return value.detach() if products.program.spatial else None

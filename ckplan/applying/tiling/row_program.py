@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from ckplan.plan.tiles import RowTiles
@@ -59,6 +60,7 @@ class RowProgram:
     final: Operands | None = None
     result: int = -1  # the step whose value the final product reads
     spatial: tuple[int, ...] = ()  # sizes, of 1x1 convolutions in place of matrices
+    layout: torch.memory_format = torch.contiguous_format  # of the products' input
     # What runs as it is, on whole tensors. Value 0 is the input, or the last product's
     # output; others are results. The last one is the input of the first products, or
     # the output of the call. Parameters are arguments themselves.

@@ -8,29 +8,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ckplan.applying.tiling.row_products import product_of
+from ckplan.applying.tiling.row_products import Products
 from ckplan.applying.tiling.row_program import (
     Elementwise,
     Product,
-    RowProgram,
     Value,
     values_read,
 )
 
 
 def run_steps(
-    program: RowProgram,
-    operands: tuple[Tensor, ...],
-    rows: Tensor,
-    columns: slice,
-    *,
-    tracked: bool,
+    products: Products, rows: Tensor, columns: slice, *, tracked: bool
 ) -> tuple[Tensor, list[Tensor]]:
     """Compute the value that the final product reads, for some rows and columns.
 
     Args:
-        program: What to compute.
-        operands: Its parameters.
+        products: What to compute.
         rows: Rows of the input, [r, D], or samples, [n, D, ...].
         columns: Of the hidden values.
         tracked: Whether autograd follows the elementwise ops.
@@ -38,6 +31,7 @@ def run_steps(
     Returns:
         The value, and the results of the first products.
     """
+    program = products.program
     values: dict[int, Tensor] = {}
     leaves: list[Tensor] = []
     with torch.enable_grad() if tracked else nullcontext():
@@ -45,7 +39,7 @@ def run_steps(
             step = program.steps[number]
             if isinstance(step, Product):
                 with torch.no_grad():
-                    made = product_of(program, operands, step.of, rows, columns)
+                    made = products.make(step.of, rows, columns)
                 if tracked:
                     leaves.append(made.requires_grad_())
             else:

@@ -12,12 +12,17 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import replace
+from functools import partial
 from math import prod
+from typing import Any
 
 import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ckplan.applying.tiling import check_row_bits
 from ckplan.applying.tiling.row_noting import program_of
+from ckplan.applying.tiling.row_products import format_of
 from ckplan.applying.tiling.row_program import NotRowWise, RowProgram
 from ckplan.graph.graph import Graph
 from ckplan.graph.records import TensorType, TiledBits
@@ -34,15 +39,22 @@ from ckplan.tracing.costs.cost_cache import Cost, CostCache
 from ckplan.tracing.steps.tiled_bits import LONGEST_SECONDS, MARGIN
 from ckplan.training.failures import first_line
 from ckplan.training.free_memory import free_bytes
+from ckplan.training.losses import call_model
 from ckplan.training.warm_up import warm_up_vector_kernels
-from ckplan.training.workload import Workload
+from ckplan.training.workload import Workload, tensors_of
 
 _RUNS = 4  # of all ops of an MLP: plain, and again in tiles
-_LAYOUTS = 2  # of convolutions
 _AT_ONCE = 2  # of the bytes of all hidden values
 _TILES = RowTiles(ROW_COUNT, ROW_COUNT)
 
+_PLAIN = (torch.contiguous_format,)
+_LAYOUTS = {  # of pictures and of volumes, by spatial dimensions
+    2: (torch.contiguous_format, torch.channels_last),
+    3: (torch.contiguous_format, torch.channels_last_3d),
+}
+
 Build = Callable[[], Workload]
+Layouts = tuple[torch.memory_format, ...]
 
 
 def with_tested_rows(
@@ -65,8 +77,10 @@ def with_tested_rows(
     """
     groups: dict[Hashable, list[int]] = {}
     calls = row_wise_calls(graph)
+    layouts = _layouts(graph, build, calls)
     for call, found in calls.items():
-        groups.setdefault(kind_of(graph, call, found), []).append(call)
+        seen = layouts.get(graph.calls[call].fqn, _PLAIN)
+        groups.setdefault((kind_of(graph, call, found), seen), []).append(call)
     keys = {kind: _key(graph, kind, calls[of[0]]) for kind, of in groups.items()}
     tested = _tested_for(graph, groups, calls)
     ends = {end for of in tested.values() for end in of}
@@ -83,7 +97,7 @@ def with_tested_rows(
             wanted[kind] = first
     if wanted:
         (progress or (lambda what, done, total: None))("testing tiles", 0, 0)
-        programs = _programs(graph, build, device, calls, [*wanted.values()])
+        programs = _programs(graph, build, layouts, calls, [*wanted.values()])
         for kind, first in wanted.items():
             cost = _test(programs[first], calls[first], device)
             if isinstance(cost, str):
@@ -118,27 +132,76 @@ def _tested_for(
     return found
 
 
+def _layouts(
+    graph: Graph, build: Build, calls: dict[int, RowOps]
+) -> dict[str, Layouts]:
+    """Module with convolutions -> the layouts of what it is given, in words of torch.
+
+    A forward on fake tensors tells; both layouts, where that does not run.
+    """
+    either = {
+        graph.calls[call].fqn: _LAYOUTS.get(len(found.spatial), _PLAIN)
+        for call, found in calls.items()
+        if found.spatial
+    }
+    if not either:
+        return {}
+    seen: dict[str, set[torch.memory_format]] = {}
+    try:
+        workload = build()
+        for name in either:
+            workload.model.get_submodule(name).register_forward_pre_hook(
+                partial(_note_layout, seen.setdefault(name, set())), with_kwargs=True
+            )
+        with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+            call_model(workload)
+    except Exception:
+        seen = {}
+    return {
+        name: tuple(one for one in those if one in seen.get(name, ())) or those
+        for name, those in either.items()
+    }
+
+
+def _note_layout(
+    seen: set[torch.memory_format], module: nn.Module, args: Any, kwargs: Any
+) -> None:
+    """Note the layout of what a module is given."""
+    seen.update(map(format_of, tensors_of((args, kwargs))))
+
+
 def _programs(
     graph: Graph,
     build: Build,
-    device: torch.device,
+    layouts: dict[str, Layouts],
     calls: dict[int, RowOps],
     wanted: list[int],
-) -> dict[int, RowProgram | str]:
-    """Call -> what its module computes, or why that is not known, in words."""
+) -> dict[int, list[RowProgram] | str]:
+    """Call -> what its module computes, by layout; or why that is not known."""
     try:
         modules = dict(build().model.named_modules())
     except Exception as error:
         return dict.fromkeys(wanted, f"{type(error).__name__}: {first_line(error)}")
-    found: dict[int, RowProgram | str] = {}
+    found: dict[int, list[RowProgram] | str] = {}
     for call in wanted:
-        dtype, shape = _given(graph, call, calls[call])
-        given = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
+        tensor, name = _given(graph, call, calls[call]), graph.calls[call].fqn
+        module = modules[name]
+        device = next(module.parameters()).device
         try:
-            found[call] = program_of(modules[graph.calls[call].fqn].forward, given)
+            found[call] = [
+                program_of(module.forward, _empty(tensor, layout, device))
+                for layout in layouts.get(name, _PLAIN)
+            ]
         except NotRowWise as error:
             found[call] = str(error)
     return found
+
+
+def _empty(
+    tensor: TensorType, layout: torch.memory_format, device: torch.device
+) -> torch.Tensor:
+    dtype = getattr(torch, tensor.dtype)
+    return torch.empty(tensor.shape, dtype=dtype, device=device, memory_format=layout)
 
 
 def _given(graph: Graph, call: int, found: RowOps) -> TensorType:
@@ -155,19 +218,19 @@ def _given(graph: Graph, call: int, found: RowOps) -> TensorType:
     return tensor._replace(shape=(found.rows, channels, *found.spatial))
 
 
-def _test(program: RowProgram | str, found: RowOps, device: torch.device) -> Cost | str:
+def _test(
+    programs: list[RowProgram] | str, found: RowOps, device: torch.device
+) -> Cost | str:
     """The difference, in place of seconds; or why there is no test, in words."""
-    if isinstance(program, str):
-        return program
+    if isinstance(programs, str):
+        return programs
     warm_up_vector_kernels()
-    dtype = program.operands[0].dtype
+    check = partial(check_row_bits, rows=found.rows, device=device, tiles=_TILES)
     try:
-        bits = check_row_bits(
-            program, found.rows, dtype=dtype, device=device, tiles=_TILES
-        )
+        far = [check(one, dtype=one.operands[0].dtype).difference for one in programs]
     except (RuntimeError, MemoryError) as error:
         return first_line(error)
-    return Cost(MARGIN * bits.difference, 0, 0, measured=True)
+    return Cost(MARGIN * max(far), 0, 0, measured=True)
 
 
 def _key(graph: Graph, kind: Hashable, found: RowOps) -> str:
@@ -180,7 +243,7 @@ def _key(graph: Graph, kind: Hashable, found: RowOps) -> str:
 def _too_large(graph: Graph, found: RowOps, device: torch.device) -> str:
     """Why an MLP is not tested, in words; "" if it is."""
     numbers = (*found.forward, *found.backward)
-    runs = _RUNS * (_LAYOUTS if found.spatial else 1)
+    runs = _RUNS * len(_LAYOUTS.get(len(found.spatial), _PLAIN))
     seconds = runs * sum(graph.ops[number].seconds for number in numbers)
     if seconds > LONGEST_SECONDS:
         return f"it would take {seconds:.0f} s"
