@@ -23,8 +23,10 @@ from ckplan.simulating.row_wise import (
 )
 from ckplan.simulating.tiling import costed, kept_by_kernels, refuse_other_bits
 
-_NOTING_SECONDS = 0.005
-"""CPU time in which the engine looks at the ops of a call, measured on one core."""
+_NOTING_SECONDS = 0.003
+"""CPU time in which the engine looks at the ops of a call: medians in steps of GPT-2,
+Llama and a PoolFormer were 3.0, 3.3 and 1.9 ms, on one core of an AMD EPYC.
+"""
 
 
 def tile_rows_of(graph: Graph, calls: Mapping[int, RowTiles]) -> Graph:

@@ -126,6 +126,7 @@ class _Noting(TorchDispatchMode):
         self._input: int | None = None  # of the products: a value of the lead
         self._hidden: dict[int, int] = {}  # id of a tensor -> step
         self._transposed: dict[int, Tensor] = {}  # id of a view -> its weight
+        self._likes: dict[int, Tensor] = {}  # id of a constant -> fake
         self._ops: list[Any] = []  # with their tensors, so that no id is used twice
         self._dtype = given.dtype
         self._is_of_convolutions = False
@@ -140,12 +141,25 @@ class _Noting(TorchDispatchMode):
             raise NotRowWise(
                 f"it runs {func.overloadpacket.__name__}"
             )  # before it does
-        made = func(*args, **kwargs)
+        made = func(*map(self._like, args), **kwargs)
         if not torch.is_grad_enabled():
             raise NotRowWise(f"it runs {func} without gradients")
         if func.namespace != "prim":  # a question, such as which device
             self._ops.append((func, args, kwargs, made))
         return made
+
+    def _like(self, one: Any) -> Any:
+        """A fake tensor in place of a constant.
+
+        Results of fake kernels are cached for these alone: half the time.
+        """
+        if not _is_constant(one):
+            return one
+        if id(one) not in self._likes:
+            self._likes[id(one)] = torch.empty_strided(
+                one.shape, one.stride(), dtype=one.dtype, device=one.device
+            )
+        return self._likes[id(one)]
 
     def _note(self, func: Any, args: Any, kwargs: Any, made: Any) -> None:
         name = func.overloadpacket.__name__
