@@ -123,6 +123,24 @@ class RowTiles:
         """
         return _cut(size, self.rows, _SAMPLES)
 
+    def of_heads(self, samples: int, heads: int) -> list[slice]:
+        """Cut the heads of all samples, the rows of an attention.
+
+        A tile has the heads of whole samples, or heads of one.
+
+        >>> RowTiles(rows=4).of_heads(2, 3)
+        [slice(0, 2, None), slice(2, 3, None), slice(3, 5, None), slice(5, 6, None)]
+        """
+        if samples >= self.rows:
+            whole = _cut(samples, self.rows, 1)
+            return [slice(one.start * heads, one.stop * heads) for one in whole]
+        parts = _cut(heads, -(-self.rows // samples), 1)
+        return [
+            slice(n * heads + one.start, n * heads + one.stop)
+            for n in range(samples)
+            for one in parts
+        ]
+
     def of_columns(self, size: int) -> list[slice]:
         """Cut ``size`` columns.
 
