@@ -37,7 +37,8 @@ BEFORE_PRODUCTS = (
 
 _ROWS = 32  # smallest tile of tokens, or of rows; cuts lie at multiples
 _COLUMNS = 64  # same, for the vocabulary, or for columns
-_SAMPLES = 2  # same, for samples of convolutions: kernels for one may be others
+# Same, for samples of convolutions and for heads: kernels for one may be others.
+_SAMPLES = _HEADS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,13 +129,13 @@ class RowTiles:
 
         A tile has the heads of whole samples, or heads of one.
 
-        >>> RowTiles(rows=4).of_heads(2, 3)
-        [slice(0, 2, None), slice(2, 3, None), slice(3, 5, None), slice(5, 6, None)]
+        >>> RowTiles(rows=4).of_heads(2, 5)
+        [slice(0, 2, None), slice(2, 5, None), slice(5, 7, None), slice(7, 10, None)]
         """
         if samples >= self.rows:
-            whole = _cut(samples, self.rows, 1)
+            whole = _cut(samples, self.rows, _HEADS if heads == 1 else 1)
             return [slice(one.start * heads, one.stop * heads) for one in whole]
-        parts = _cut(heads, -(-self.rows // samples), 1)
+        parts = _cut(heads, -(-self.rows // samples), _HEADS)
         return [
             slice(n * heads + one.start, n * heads + one.stop)
             for n in range(samples)

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 
 from ckplan.graph.graph import Graph
 from ckplan.plan.tiles import RowTiles
+from ckplan.simulating.row_ops import RowOps
 from ckplan.simulating.row_parts import CONVOLUTION, CONVOLUTION_BACKWARD, PRODUCTS
-from ckplan.simulating.row_wise import RowOps
 from ckplan.simulating.tiling import kept_by_kernels
 
 
@@ -50,7 +50,7 @@ class _Tile:
 
     def _scratch_of(self, number: int) -> int:
         op = self.graph.ops[number]
-        if op.name not in PRODUCTS or not op.workspace.bytes:
+        if op.name not in (*PRODUCTS, "bmm") or not op.workspace.bytes:
             return op.workspace.bytes
         sizes = {s: self.graph.storages[s].bytes for s in (*op.reads, *op.outputs)}
         here = sum(n if s in self.whole else self.part(n) for s, n in sizes.items())
@@ -86,9 +86,13 @@ class _Tile:
             ):
                 begin.setdefault(storage, step)
         for step, number in enumerate(steps):
-            alive = sum(begin[s] <= step <= until[s] for s in begin)
+            alive = sum(
+                self.part(self.graph.storages[s].bytes)
+                for s in begin
+                if begin[s] <= step <= until[s]
+            )
             weight = self.weight if number == self.found.inner_gradient else 0
-            yield alive * self.hidden + self.scratch([number]) + weight
+            yield alive + self.scratch([number]) + weight
 
     def tracked(self) -> Iterator[int]:
         """Bytes at every op that autograd follows, and on the way back."""

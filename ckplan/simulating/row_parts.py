@@ -67,6 +67,7 @@ def refuse_rows(graph: Graph, call: int, why: str) -> PlanError:
     """The error for a call that cannot run in tiles of rows."""
     return PlanError(
         f"cannot tile {graph.calls[call]} by rows: {why}",
-        needed="an MLP: norms, products with parameters, elementwise ops, a product",
+        needed="an MLP: norms, products with parameters, elementwise ops, a product; "
+        "or an attention that is written out, without dropout",
         hint="leave this call out of the plan",
     )

@@ -14,13 +14,13 @@ from ckplan.graph.graph import Graph
 from ckplan.graph.records import Hazard, Op, Saved, Storage
 from ckplan.plan.tiles import RowTiles
 from ckplan.simulating.row_buffers import columns_bytes, forward_bytes, rows_bytes
-from ckplan.simulating.row_parts import refuse_rows
-from ckplan.simulating.row_wise import (
+from ckplan.simulating.row_ops import (
     RowOps,
-    find_row_wise,
     gradients_of_parameters,
-    input_gradient,
+    row_gradients,
 )
+from ckplan.simulating.row_parts import refuse_rows
+from ckplan.simulating.row_wise import find_row_wise
 from ckplan.simulating.tiling import costed, kept_by_kernels, refuse_other_bits
 
 _NOTING_SECONDS = 0.003
@@ -82,16 +82,19 @@ def _replace_call(
     end = max(one for one in (for_rows, for_columns) if one is not None)
     for number in (*found.interior, *kept_by_kernels(graph, found.forward)):
         storages[number] = replace(storages[number], bytes=0, tensor=None)
-    gradient = input_gradient(graph, found)
-    if gradient is not None and for_rows is not None:
+    for gradient in row_gradients(graph, found):
+        assert for_rows is not None
         _move(ops, storages, gradient, for_rows)
     if for_columns is not None:
         for storage in gradients_of_parameters(graph, found):
             _move(ops, storages, storage, for_columns)
-    for storage in (found.hidden, found.given):
+    read = found.operands or {found.hidden}
+    for storage in (*read, found.given):
         last = max(storages[storage].last, end)
         storages[storage] = replace(storages[storage], last=last)
-    for index in graph.saved_of.get(found.hidden, ()):
+    for index in (
+        index for storage in read for index in graph.saved_of.get(storage, ())
+    ):
         if saved[index].unpacked_at in begin:
             saved[index] = replace(
                 saved[index], unpacked_at=begin[0], last_used=end, last_held=end

@@ -9,13 +9,13 @@ replaces the other ops.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-
+from ckplan.graph.attentions import has_attention
 from ckplan.graph.graph import Graph
 from ckplan.graph.records import Op, Storage
-from ckplan.plan.tiles import ELEMENTWISE, RowTiles
+from ckplan.plan.tiles import ELEMENTWISE
+from ckplan.simulating.attention_ops import find_attention
 from ckplan.simulating.row_backward import Way, check_gradients, follow_back
+from ckplan.simulating.row_ops import RowOps
 from ckplan.simulating.row_parts import (
     CONVOLUTION,
     CONVOLUTION_BACKWARD,
@@ -29,52 +29,8 @@ from ckplan.simulating.row_parts import (
 _FIRST_BACK = ("mm", "sum", CONVOLUTION_BACKWARD)
 
 
-@dataclass(frozen=True)
-class RowOps:
-    """Ops of a row-wise call, by number and in order, and what they make."""
-
-    forward: tuple[int, ...]  # the last one makes the output
-    first: tuple[int, ...]  # products of the input
-    inner_gradient: int  # op: the product that begins the way back
-    inner: int  # storage that it makes
-    elementwise: tuple[int, ...]  # of backward
-    hidden_gradients: tuple[int, ...]  # ops: products, and sums of them
-    weight_gradients: tuple[int, ...]  # ops
-    interior: frozenset[int]  # storages that tiles never hold whole
-    leaf_gradients: tuple[int, ...]  # storages: gradients of the first products
-    hidden: int  # storage of the first products' input
-    given: int  # storage of the output's gradient
-    rows: int  # samples, of convolutions
-    width: int  # of hidden values
-    spatial: tuple[int, ...]  # sizes, of convolutions
-    tensor_bytes: int  # of a hidden value
-    gradient_bytes: int  # of the input's gradient
-
-    @property
-    def product(self) -> int:
-        """The op that makes the output."""
-        return self.forward[-1]
-
-    @property
-    def backward(self) -> tuple[int, ...]:
-        """All ops of backward, in order."""
-        ends = *self.hidden_gradients, *self.weight_gradients
-        return tuple(sorted({self.inner_gradient, *self.elementwise, *ends}))
-
-    @property
-    def halved(self) -> frozenset[int]:
-        """Ops of backward that both passes over tiles run a half of."""
-        ends = {self.inner_gradient, *self.hidden_gradients}
-        return frozenset(ends & {*self.weight_gradients})
-
-    def cut_rows(self, tiles: RowTiles) -> list[slice]:
-        """The tiles of rows."""
-        cut = tiles.of_samples if self.spatial else tiles.of_rows
-        return cut(self.rows)
-
-
 def find_row_wise(graph: Graph, call: int) -> RowOps:
-    """Find the ops of a row-wise call.
+    """Find the ops of a row-wise call, or of an attention that is written out.
 
     Args:
         graph: A step.
@@ -83,6 +39,8 @@ def find_row_wise(graph: Graph, call: int) -> RowOps:
     Raises:
         PlanError: Its rows are not apart, or an op is not understood.
     """
+    if has_attention(graph, call):
+        return find_attention(graph, call)
     lead, forward, tail = parts_of(graph, call)
     way = Way()
     known = _follow_forward(graph, call, forward, way)
@@ -140,20 +98,6 @@ def _around(graph: Graph, call: int, lead: range, way: Way) -> set[int]:
         if not made.issuperset(op.writes):
             raise refuse_rows(graph, call, f"{op.name} changes its input in place")
     return (made | {s for op in ops for s in op.reads}) - {way.hidden}
-
-
-def gradients_of_parameters(graph: Graph, found: RowOps) -> Iterator[int]:
-    """The storages of gradients of weights and biases."""
-    others = {*found.interior, input_gradient(graph, found)}
-    for number in found.weight_gradients:
-        yield from (s for s in graph.creates[number] if s not in others)
-
-
-def input_gradient(graph: Graph, found: RowOps) -> int | None:
-    """The storage of the gradient of the input."""
-    if not found.hidden_gradients:
-        return None
-    return graph.ops[found.hidden_gradients[-1]].outputs[0]
 
 
 def _follow_forward(

@@ -14,7 +14,8 @@ from ckplan.graph.graph import Graph
 from ckplan.plan.hazards import refuse_hazards
 from ckplan.plan.region import TILES, Region
 from ckplan.plan.tiles import CLOSE_BITS, SAME_BITS, RowTiles
-from ckplan.simulating.row_wise import RowOps, find_row_wise
+from ckplan.simulating.row_ops import RowOps
+from ckplan.simulating.row_wise import find_row_wise
 from ckplan.simulating.tiling import tested
 
 ROW_COUNT = 8  # tiles of rows, and of columns

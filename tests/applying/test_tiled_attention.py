@@ -278,8 +278,21 @@ def test_a_mask_that_changes_before_backward_is_an_error() -> None:
     with ckplan.tile_rows(model, ""):
         out = model(rows, mask)
         mask.zero_()
-        with pytest.raises(ApplyError, match="a mask changed in place") as error:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             out.sum().backward()
+
+
+def test_a_factor_or_mask_that_changes_before_it_is_used_is_an_error() -> None:
+    def spoil(scores: Tensor) -> Tensor:
+        mask.zero_()
+        return scores.softmax(-1)
+
+    model, mask = model_of(spoil), masks((LENGTH, LENGTH))
+    with (
+        ckplan.tile_rows(model, ""),
+        pytest.raises(ApplyError, match="a mask changed in place") as error,
+    ):
+        model(torch.randn(2, LENGTH, WIDTH), mask)
     assert str(error.value).count("\n") == 2
 
 

@@ -7,8 +7,8 @@ gradients are never whole; backward makes them again from queries and keys.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +18,10 @@ from torch.autograd.graph import get_gradient_edge
 
 from ckplan.errors import ApplyError
 from ckplan.plan.tiles import RowTiles
+
+
+class _Hole:
+    """The place of a tensor that autograd keeps."""
 
 
 class Step(NamedTuple):
@@ -69,6 +73,27 @@ class Attention:
     steps: tuple[Step, ...]
 
     @property
+    def masks(self) -> list[Tensor]:
+        """The tensors that its steps read beside scores, in order."""
+        return [one for step in self.steps for one in step.tensors]
+
+    def with_masks(self, masks: Iterable[Tensor | _Hole]) -> Attention:
+        """The same with other tensors, or with none for a while."""
+        left = iter(masks)
+
+        def other(one: Any) -> Any:
+            return next(left) if isinstance(one, (Tensor, _Hole)) else one
+
+        steps = []
+        for step in self.steps:
+            args = tuple(map(other, step.args))
+            kwargs = {name: other(one) for name, one in step.kwargs.items()}
+            made = step._replace(args=args, kwargs=kwargs)
+            versions = tuple(one._version for one in made.tensors)
+            steps.append(made._replace(versions=versions))
+        return replace(self, steps=tuple(steps))
+
+    @property
     def heads(self) -> tuple[int, int]:
         """Samples, and heads of each."""
         return self.shape[0], self.shape[1] if len(self.shape) == 4 else 1
@@ -76,10 +101,11 @@ class Attention:
     def probabilities(self, scores: Tensor, part: slice) -> Tensor:
         """What values are multiplied by, for some heads of all samples."""
         first, sizes = self._sizes(part)
-        made = scores.view(*sizes, *scores.shape[1:])
+        made, shape = scores.view(*sizes, *scores.shape[1:]), scores.shape
+        del scores
         for step in self.steps:
             made = step.run(made, lambda one: self._cut(one, first, sizes))
-        return made.reshape(scores.shape)
+        return made.reshape(shape)
 
     def _sizes(self, part: slice) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The first sample and head of a tile, and how many it has of both."""
@@ -130,13 +156,13 @@ class _ByHeads(torch.autograd.Function):
         program: Attention,
         tiles: RowTiles,
     ) -> Tensor:
-        ctx.save_for_backward(first, second, values)
-        ctx.program, ctx.tiles = program, tiles
+        masks = program.masks
+        ctx.save_for_backward(first, second, values, *masks)
+        ctx.program = program.with_masks(_Hole() for _ in masks)
+        ctx.tiles = tiles
         made = values.new_empty(len(first), first.shape[1], values.shape[2])
         for part in tiles.of_heads(*program.heads):
-            scores = torch.bmm(first[part], second[part])
-            found = program.probabilities(scores, part)
-            del scores
+            found = program.probabilities(torch.bmm(first[part], second[part]), part)
             torch.bmm(found, values[part], out=made[part])
             del found
         return made
@@ -144,16 +170,17 @@ class _ByHeads(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, given: Tensor) -> tuple[Tensor | None, ...]:
-        first, second, values = ctx.saved_tensors
+        first, second, values, *masks = ctx.saved_tensors
+        program = ctx.program.with_masks(masks)
         sizes = (first, second, values)
         outs = [
             one.new_empty(one.shape) if is_wanted else None
             for one, is_wanted in zip(sizes, ctx.needs_input_grad, strict=False)
         ]
-        for part in ctx.tiles.of_heads(*ctx.program.heads):
+        for part in ctx.tiles.of_heads(*program.heads):
             scores = torch.bmm(first[part], second[part]).requires_grad_()
             with torch.enable_grad():
-                found = ctx.program.probabilities(scores, part)
+                found = program.probabilities(scores, part)
             _write(outs[2], part, found.detach().transpose(1, 2), given[part])
             edge = get_gradient_edge(found)
             del found

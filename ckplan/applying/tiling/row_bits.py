@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from ckplan.applying.tiling.attention import Attention, Step, run_attention
 from ckplan.applying.tiling.bits import Bits, compared
 from ckplan.applying.tiling.row_passes import RowWise
 from ckplan.applying.tiling.row_products import Products
@@ -75,6 +76,58 @@ def _whole(products: Products, hidden: Tensor) -> Tensor:
         else:
             values[number] = apply_step(step, values)
     return products.make(products.final, values[program.result])
+
+
+def check_attention_bits(
+    sizes: tuple[int, int, int, int, int],
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    tiles: RowTiles,
+    seed: int = 0,
+) -> Bits:
+    """Compare an attention in tiles of heads with that of autograd, on random values.
+
+    Keys are tested in both layouts that a product may be given. Elementwise ops have
+    the same bits in any tile, so a softmax stands for all of them.
+
+    Args:
+        sizes: Samples, heads, queries, keys, and features of each.
+        dtype: Of all tensors.
+        device: Where to test.
+        tiles: Numbers of tiles.
+        seed: Of the random values; the state of the generators is kept.
+
+    Returns:
+        ``same``, or ``close`` with the largest difference.
+    """
+    *heads, queries, keys, features = sizes
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(rows: int) -> Tensor:
+        made = torch.randn(*heads, rows, features, generator=generator)
+        return made.to(device, dtype)
+
+    step = Step(torch.softmax, 0, (-1,), {}, dtype, ())
+    program = Attention((*heads, queries, keys), (step,))
+    given, gradient = tuple(map(normal, (queries, keys, keys))), normal(queries)
+
+    def results(is_tiled: bool, is_copied: bool) -> dict[str, Tensor]:
+        def made(first: Tensor, second: Tensor, values: Tensor) -> Tensor:
+            second = second.transpose(2, 3)
+            second = second.contiguous() if is_copied else second
+            if is_tiled:
+                return run_attention(program, tiles, first, second, values)
+            return torch.softmax(first @ second, -1) @ values
+
+        return _results(made, given, gradient)
+
+    threads = torch.get_num_threads()
+    found = [
+        compared(results(False, is_copied), results(True, is_copied), threads)
+        for is_copied in (False, True)
+    ]
+    return max(found, key=lambda bits: (bool(bits.where), bits.difference))
 
 
 def _results(

@@ -1,4 +1,4 @@
-"""Test whether MLPs give the same bits in tiles of rows, where the step will train.
+"""Test whether MLPs and attentions give the same bits in tiles, where they will train.
 
 As for heads (``tiled_bits.py``): on random values, for the shapes, dtype, device and
 number of threads of the step. Equal MLPs are tested once. Of MLPs that differ in rows
@@ -20,14 +20,15 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ckplan.applying.tiling import check_row_bits
+from ckplan.applying.tiling import check_attention_bits, check_row_bits
 from ckplan.applying.tiling.row_noting import program_of
 from ckplan.applying.tiling.row_products import format_of
 from ckplan.applying.tiling.row_program import NotRowWise, RowProgram
 from ckplan.graph.graph import Graph
 from ckplan.graph.records import TensorType, TiledBits
 from ckplan.plan.tiles import RowTiles
-from ckplan.simulating.row_wise import RowOps
+from ckplan.simulating.attention_ops import attention_sizes
+from ckplan.simulating.row_ops import RowOps
 from ckplan.solving.tiled_rows import (
     ROW_COUNT,
     family_of,
@@ -97,9 +98,13 @@ def with_tested_rows(
             wanted[kind] = first
     if wanted:
         (progress or (lambda what, done, total: None))("testing tiles", 0, 0)
-        programs = _programs(graph, build, layouts, calls, [*wanted.values()])
+        mlps = [call for call in wanted.values() if calls[call].heads is None]
+        programs = _programs(graph, build, layouts, calls, mlps) if mlps else {}
         for kind, first in wanted.items():
-            cost = _test(programs[first], calls[first], device)
+            if first in programs:
+                cost = _test(programs[first], calls[first], device)
+            else:
+                cost = _test_attention(graph, calls[first], device)
             if isinstance(cost, str):
                 notes.append(_not_tested(graph, first, cost))
             else:
@@ -233,6 +238,19 @@ def _test(
     return Cost(MARGIN * max(far), 0, 0, measured=True)
 
 
+def _test_attention(graph: Graph, found: RowOps, device: torch.device) -> Cost | str:
+    """The difference of an attention in tiles of heads; or why there is no test."""
+    warm_up_vector_kernels()
+    tensor = graph.storages[graph.ops[found.forward[0]].outputs[0]].tensor
+    assert tensor is not None
+    sizes, dtype = attention_sizes(graph, found), getattr(torch, tensor.dtype)
+    try:
+        bits = check_attention_bits(sizes, dtype=dtype, device=device, tiles=_TILES)
+    except (RuntimeError, MemoryError) as error:
+        return first_line(error)
+    return Cost(MARGIN * bits.difference, 0, 0, measured=True)
+
+
 def _key(graph: Graph, kind: Hashable, found: RowOps) -> str:
     """What the bits of an MLP in tiles depend on."""
     names = [graph.ops[number].name for number in found.backward]
@@ -241,9 +259,10 @@ def _key(graph: Graph, kind: Hashable, found: RowOps) -> str:
 
 
 def _too_large(graph: Graph, found: RowOps, device: torch.device) -> str:
-    """Why an MLP is not tested, in words; "" if it is."""
+    """Why a call is not tested, in words; "" if it is."""
     numbers = (*found.forward, *found.backward)
-    runs = _RUNS * len(_LAYOUTS.get(len(found.spatial), _PLAIN))
+    layouts = len(_LAYOUTS.get(len(found.spatial), _PLAIN))
+    runs = _RUNS * (layouts if found.heads is None else 2)
     seconds = runs * sum(graph.ops[number].seconds for number in numbers)
     if seconds > LONGEST_SECONDS:
         return f"it would take {seconds:.0f} s"
