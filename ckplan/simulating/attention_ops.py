@@ -163,6 +163,25 @@ def _check_readers(graph: Graph, call: int, found: _Found) -> None:
         raise refuse_rows(graph, call, "its backward makes what its scores meet")
 
 
+def held_by_scores(graph: Graph, found: RowOps) -> tuple[set[int], int]:
+    """Storages that scores without bytes hold, and until when.
+
+    They can be made from queries and keys as long as somebody has them.
+    """
+    first = found.forward[0]
+    until = max(
+        graph.storages[s].last
+        for number in found.forward[:-1]
+        for s in graph.ops[number].outputs
+    )
+    held: set[int] = set()
+    for storage in graph.ops[first].reads:
+        maker = graph.storages[storage].maker
+        is_copy = maker >= 0 and graph.ops[maker].name == "clone"
+        held.update(graph.ops[maker].reads if is_copy else (storage,))
+    return held, until
+
+
 def attention_sizes(graph: Graph, found: RowOps) -> tuple[int, int, int, int, int]:
     """Samples, heads, queries, keys, and features of each head."""
     assert found.heads is not None

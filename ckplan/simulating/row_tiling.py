@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import chain
 
 from ckplan.graph.graph import Graph
 from ckplan.graph.records import Hazard, Op, Saved, Storage
 from ckplan.plan.tiles import RowTiles
+from ckplan.simulating.attention_ops import held_by_scores
 from ckplan.simulating.row_buffers import columns_bytes, forward_bytes, rows_bytes
 from ckplan.simulating.row_ops import (
     RowOps,
@@ -88,18 +90,33 @@ def _replace_call(
     if for_columns is not None:
         for storage in gradients_of_parameters(graph, found):
             _move(ops, storages, storage, for_columns)
+    _keep_operands(graph, found, end, storages, saved)
+    _set_passes(graph, found, tiles, ops, (for_rows, for_columns))
+
+
+def _keep_operands(
+    graph: Graph,
+    found: RowOps,
+    end: int,
+    storages: list[Storage],
+    saved: list[Saved],
+) -> None:
+    """Keep what the passes read until the last one has run."""
+    if found.heads is not None:
+        held, until = held_by_scores(graph, found)
+        for storage in held:
+            last = max(storages[storage].last, until)
+            storages[storage] = replace(storages[storage], last=last)
     read = found.operands or {found.hidden}
     for storage in (*read, found.given):
         last = max(storages[storage].last, end)
         storages[storage] = replace(storages[storage], last=last)
-    for index in (
-        index for storage in read for index in graph.saved_of.get(storage, ())
-    ):
+    begin = found.backward
+    for index in chain.from_iterable(graph.saved_of.get(one, ()) for one in read):
         if saved[index].unpacked_at in begin:
             saved[index] = replace(
                 saved[index], unpacked_at=begin[0], last_used=end, last_held=end
             )
-    _set_passes(graph, found, tiles, ops, (for_rows, for_columns))
 
 
 def _move(ops: list[Op], storages: list[Storage], storage: int, maker: int) -> None:
