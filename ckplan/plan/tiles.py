@@ -1,4 +1,4 @@
-"""Tiles of a head and its loss, or of an MLP: how many, and where they are cut.
+"""Tiles of a head and its loss, an MLP or an attention: how many, where they are cut.
 
 A matrix product is cut along its outputs, never along the sum. Cuts lie where kernels
 take the same path as for the whole product: narrow or unaligned tiles are computed by
@@ -88,7 +88,9 @@ class RowTiles:
     """Tiles of a call whose rows are apart, such as an MLP: of rows, and of columns.
 
     Columns are those of its hidden values: gradients of weights are made by tiles of
-    columns with all rows in each. Fewer tiles are made where they would be too narrow.
+    columns with all rows in each. Rows of 1x1 convolutions are samples, and those of an
+    attention, which has no use for columns, are heads of all samples. Fewer tiles are
+    made where they would be too narrow.
 
     Raises:
         PlanError: A number is below 1, or the bits are neither.

@@ -1,6 +1,6 @@
-"""MLPs that can run in tiles of rows, and the sets of them to choose from.
+"""MLPs and attentions that can run in tiles, and the sets of them to choose from.
 
-Equal MLPs run in tiles together. Gradients of parameters pile up in backward while
+Equal calls run in tiles together. Gradients of parameters pile up in backward while
 activations go, so the peak is often in its last part: in the first layers. So a quarter
 of the layers, the first ones, is a set of its own, which costs a quarter of the time.
 """
@@ -34,8 +34,8 @@ def find_tileable_rows(
         close: Whether results may be rounded in another place.
 
     Returns:
-        Of the MLPs with the largest hidden values, the first quarter and all; all MLPs,
-        if there are others. Nothing if no call can run in tiles.
+        Of the calls with the largest hidden values, the first quarter and all; all that
+        can, if there are others. Nothing if no call can run in tiles.
     """
     groups: dict[Hashable, list[Region]] = {}
     sizes: dict[Hashable, int] = {}
