@@ -303,3 +303,98 @@ def test_scores_below_torch_functions_are_an_error() -> None:
         _, kept = model(torch.randn(2, LENGTH, WIDTH))
         with torch._C.DisableTorchFunctionSubclass(), pytest.raises(ApplyError):
             kept.square()
+
+
+def test_autocast_inside_a_call_leaves_it_whole() -> None:
+    def halves(scores: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return (scores @ scores.new_ones(LENGTH, LENGTH)).float().softmax(-1)
+
+    def cast(scores: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return scores.softmax(-1)
+
+    for mix in (halves, cast):
+        model = model_of(mix)
+        plain = results(model)
+        with (
+            ckplan.tile_rows(model, "") as handle,
+            pytest.warns(UserWarning, match="are read by"),
+        ):
+            tiled = results(model)
+        assert (handle.tiled, handle.whole) == (0, 1)
+        assert all(map(torch.equal, plain, tiled))
+
+
+def test_scores_that_go_to_another_device_or_fail_run_as_they_do_without_tiles() -> (
+    None
+):
+    model = model_of(lambda scores: scores.to("meta").softmax(-1).to("cpu"))
+    with ckplan.tile_rows(model, ""):
+        for _ in range(2):
+            with pytest.raises(NotImplementedError, match="meta"):
+                results(model)
+    wrong = model_of(lambda scores: (scores + torch.ones(LENGTH + 1)).softmax(-1))
+    with (
+        ckplan.tile_rows(wrong, ""),
+        pytest.raises(RuntimeError, match="must match the size"),
+    ):
+        results(wrong)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_any_masks_and_scales_give_autograds_gradients(seed: int) -> None:
+    drawn = torch.Generator().manual_seed(seed)
+
+    def number(least: int, most: int) -> int:
+        return int(torch.randint(least, most + 1, (), generator=drawn))
+
+    sizes = number(1, 4), number(1, 5), number(1, 20), number(1, 20)
+    many = [
+        torch.randn(
+            [size if number(0, 1) else 1 for size in sizes][number(0, 3) :],
+            generator=drawn,
+            dtype=torch.float64,
+        )
+        for _ in range(3)
+    ]
+    ops: list[Mix] = [
+        lambda scores: scores * many[0],
+        lambda scores: many[1] + scores,
+        lambda scores: scores.masked_fill(many[2] < 0, -1e4),
+        lambda scores: torch.add(scores, many[1], alpha=2) / 3,
+        lambda scores: scores.float().double(),
+    ]
+    before = [ops[number(0, 4)] for _ in range(number(0, 3))]
+    after = [ops[number(0, 4)] for _ in range(number(0, 2))]
+
+    class Written(nn.Module):
+        def forward(self, first: Tensor, second: Tensor, values: Tensor) -> Tensor:
+            scores = first @ second.transpose(2, 3)
+            for op in before:
+                scores = op(scores)
+            scores = torch.softmax(scores, 3)
+            for op in after:
+                scores = op(scores)
+            return scores @ values
+
+    samples, heads, queries, keys = sizes
+    lengths = (queries, 6), (keys, 6), (keys, 4)
+    given = [
+        torch.randn(samples, heads, *one, generator=drawn, dtype=torch.float64)
+        for one in lengths
+    ]
+
+    def gradients(model: nn.Module) -> list[Tensor]:
+        leaves = [one.clone().requires_grad_() for one in given]
+        out = model(*leaves)
+        out.square().sum().backward()
+        return [out.detach(), *(one.grad for one in leaves if one.grad is not None)]
+
+    model = Written()
+    plain = gradients(model)
+    with ckplan.tile_rows(model, "", tiles=(number(1, 9), 1)) as handle:
+        tiled = gradients(model)
+    assert (handle.tiled, handle.whole) == (1, 0)
+    for one, other in zip(plain, tiled, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)

@@ -31,7 +31,7 @@ _SCALE = frozenset(
 )
 _ADD = frozenset({_T.add, _T.__add__, _T.__radd__, torch.add})
 _MASK = frozenset({_T.masked_fill, torch.masked_fill})
-_CAST = frozenset({_T.float, _T.to, _T.type})
+_CAST = frozenset({_T.float, _T.double, _T.half, _T.bfloat16, _T.to, _T.type})
 _FOLLOWED = _SCALE | _ADD | _MASK | _SOFTMAX | _CAST
 
 _FACTS = frozenset(
@@ -78,7 +78,8 @@ class Source:
             return
         self.check()
         self.tell_reader(reader)
-        with torch.enable_grad():
+        device = self.first.device.type
+        with torch.enable_grad(), torch.autocast(device, enabled=False):
             for one in (reference() for reference in self.made):
                 if one is not None and one.parent is not None and one.step is not None:
                     one.whole = one.step.run(one.parent.whole)
@@ -182,6 +183,8 @@ class FollowScores(TorchFunctionMode):
         fits = (*lazy.shape[:-2], lazy.shape[-1]) == values.shape[:-1]
         if not has_softmax or not fits or values.dtype != lazy.dtype:
             return None
+        if not _may_follow(values):
+            return None
         source.check()
         self.tiled += 1
         program = Attention(tuple(lazy.shape), steps)
@@ -209,9 +212,16 @@ def _are_heads(first: Tensor, second: Any) -> bool:
         and first.dtype == second.dtype
         and first.is_floating_point()
         and first.numel() > 0 < second.numel()
+        and first.device == second.device
         and (first.requires_grad or second.requires_grad)
-        and torch.is_grad_enabled()
+        and _may_follow(first)
     )
+
+
+def _may_follow(one: Tensor) -> bool:
+    """Whether ops run as they are, with gradients."""
+    is_cast = torch.is_autocast_enabled(one.device.type)
+    return torch.is_grad_enabled() and not is_cast
 
 
 def _make_lazy(
@@ -236,7 +246,7 @@ def _follow(func: Any, args: tuple[Any, ...], kwargs: Any) -> LazyScores | None:
         return None
     lazy, others = args[place], [*args[:place], *args[place + 1 :]]
     given = [one for one in (*others, *kwargs.values()) if isinstance(one, Tensor)]
-    if any(not _is_mask(one, lazy) for one in given) or not torch.is_grad_enabled():
+    if any(not _is_mask(one, lazy) for one in given) or not _may_follow(lazy):
         return None
     if func in _SOFTMAX and not _is_of_keys(lazy, others, kwargs):
         return None
@@ -244,7 +254,10 @@ def _follow(func: Any, args: tuple[Any, ...], kwargs: Any) -> LazyScores | None:
         return None
     like = torch.empty(tuple(lazy.shape), dtype=lazy.dtype, device="meta")
     metas = tree_map_only(Tensor, lambda one: one.to("meta"), (tuple(others), kwargs))
-    made = func(*metas[0][:place], like, *metas[0][place:], **metas[1])
+    try:
+        made = func(*metas[0][:place], like, *metas[0][place:], **metas[1])
+    except (RuntimeError, TypeError, ValueError):  # to another device, or an error
+        return None
     if not isinstance(made, Tensor) or not made.is_meta or made.shape != like.shape:
         return None
     versions = tuple(one._version for one in given)
@@ -256,7 +269,8 @@ def _is_mask(one: Tensor, lazy: LazyScores) -> bool:
     """Whether a tensor may be added or scale: without gradient, of the same heads."""
     sizes = zip(reversed(one.shape), reversed(lazy.shape), strict=False)
     fits = one.dim() <= lazy.dim() and all(a in (1, b) for a, b in sizes)
-    return type(one) is Tensor and fits and not one.requires_grad
+    is_there = one.device == lazy.device or not one.dim()
+    return type(one) is Tensor and fits and is_there and not one.requires_grad
 
 
 def _is_idle(kwargs: dict[str, Any]) -> bool:
