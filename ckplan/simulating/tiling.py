@@ -18,6 +18,7 @@ from ckplan.graph.graph import Graph
 from ckplan.graph.records import (
     NO_WORKSPACE,
     OUTSIDE_CALLS,
+    RUNS_WHOLE,
     Hazard,
     Op,
     Storage,
@@ -121,12 +122,23 @@ def tested(graph: Graph, call: int, tiles: Tiles | RowTiles) -> TiledBits | None
     return None
 
 
+def runs_whole(graph: Graph, call: int) -> bool:
+    """Whether a test found that the code of a call does not run in tiles."""
+    return any(one.call == call and one.difference == RUNS_WHOLE for one in graph.tiled)
+
+
 def refuse_other_bits(graph: Graph, call: int, tiles: Tiles | RowTiles) -> None:
     """Check that tiles have the same bits, if that is what they promise.
 
     Raises:
         PlanError: A test found others.
     """
+    if runs_whole(graph, call):
+        raise PlanError(
+            f"cannot tile {graph.calls[call]}: profile found that it would run whole",
+            needed="code that tiles follow; a note of the trace says what is not",
+            hint="leave this call out of the plan",
+        )
     test = tested(graph, call, tiles)
     if test is not None and test.difference and tiles.bits == SAME_BITS:
         raise PlanError(

@@ -16,7 +16,7 @@ from ckplan.plan.region import TILES, Region
 from ckplan.plan.tiles import CLOSE_BITS, SAME_BITS, RowTiles
 from ckplan.simulating.row_ops import RowOps
 from ckplan.simulating.row_wise import find_row_wise
-from ckplan.simulating.tiling import tested
+from ckplan.simulating.tiling import runs_whole, tested
 
 ROW_COUNT = 8  # tiles of rows, and of columns
 _PART = 4  # of the layers, the first ones
@@ -40,6 +40,8 @@ def find_tileable_rows(
     groups: dict[Hashable, list[Region]] = {}
     sizes: dict[Hashable, int] = {}
     for call, found in row_wise_calls(graph).items():
+        if runs_whole(graph, call):
+            continue
         region = Region(call, TILES, tiles=_tiles(graph, call))
         if close or region.tiles.bits == SAME_BITS:  # type: ignore[union-attr]
             kind = family_of(graph, call, found)

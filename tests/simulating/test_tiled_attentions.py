@@ -20,6 +20,7 @@ from ckplan.plan.plan import Plan, PlannedRegion
 from ckplan.plan.resolve import resolve
 from ckplan.plan.tiles import RowTiles
 from ckplan.simulating.simulate import simulate
+from ckplan.solving.tiled_rows import find_tileable_rows
 from ckplan.tracing.steps import tiled_row_bits
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -283,3 +284,25 @@ def test_other_bits_are_found_and_stated(monkeypatch: pytest.MonkeyPatch) -> Non
     region = PlannedRegion("attention", "tiles", tiles=RowTiles(8, 8))
     with pytest.raises(PlanError, match="with the same bits: profile found"):
         simulate(graph, resolve(Plan(regions=(region,)), graph))
+
+
+class Summed(Attention):
+    """Its products are written as sums over indices, which are not followed."""
+
+    def forward(self, rows: Tensor, mask: Tensor | None = None) -> Tensor:
+        sizes = *rows.shape[:2], self.heads, rows.shape[-1] // self.heads
+        parts = self.inputs(rows).split(rows.shape[-1], -1)
+        first, second, values = (one.view(sizes).transpose(1, 2) for one in parts)
+        weights = torch.einsum("bhqd,bhkd->bhqk", first, second).softmax(-1)
+        made = torch.einsum("bhqk,bhkd->bhqd", weights, values)
+        output: Tensor = self.output(made.transpose(1, 2).reshape(rows.shape))
+        return output
+
+
+def test_an_attention_whose_code_is_not_followed_is_not_chosen() -> None:
+    given = Model(Summed(WIDTH, HEADS)), (batch(2),)
+    graph = ckplan.profile(*given, loss_fn=loss_of, optimizer="none", replay=False)
+    assert any("attention#0: it would run whole" in note for note in graph.notes)
+    assert find_tileable_rows(graph) == ()
+    with pytest.raises(PlanError, match="profile found that it would run whole"):
+        simulate(graph, resolve(plan_of(2), graph))

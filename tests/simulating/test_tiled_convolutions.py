@@ -26,7 +26,8 @@ from ckplan.plan.plan import Plan, PlannedRegion
 from ckplan.plan.resolve import resolve
 from ckplan.plan.tiles import RowTiles
 from ckplan.simulating.simulate import simulate
-from ckplan.tracing.steps import tiled_row_bits
+from ckplan.solving.tiled_rows import find_tileable_rows
+from ckplan.tracing.steps import fake_forward, tiled_row_bits
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -260,7 +261,41 @@ def test_both_layouts_are_tested_where_no_forward_tells(
         raise RuntimeError
 
     monkeypatch.setattr(tiled_row_bits, "check_row_bits", check)
-    monkeypatch.setattr(tiled_row_bits, "call_model", fail)
+    monkeypatch.setattr(fake_forward, "call_model", fail)
     given = Model(PointwiseMlp(WIDTH, HIDDEN + 192)), (batch(8),)
     ckplan.profile(*given, loss_fn=loss_of, optimizer="none", replay=False)
     assert seen == [torch.contiguous_format, torch.channels_last]
+
+
+class Pooled(Model):
+    """On volumes, whose layout a convolution of few samples does not keep."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Identity())
+        self.stem = nn.Conv3d(3, WIDTH, 3, padding=1)
+        first, last = nn.Conv3d(WIDTH, HIDDEN, 1), nn.Conv3d(HIDDEN, WIDTH, 1)
+        self.mlp = nn.Sequential(first, nn.GELU(), last)
+
+    def forward(self, volumes: Tensor) -> Tensor:
+        one = torch.tanh(self.stem(volumes))
+        made: Tensor = self.head((one + self.mlp(one)).mean((2, 3, 4)))
+        return made
+
+
+def test_convolutions_that_would_run_whole_are_not_chosen() -> None:
+    model = Pooled().to(memory_format=torch.channels_last_3d)
+    volumes = torch.randn(6, 3, 4, 4, 4).contiguous(
+        memory_format=torch.channels_last_3d
+    )
+    graph = ckplan.profile(
+        model, (volumes,), loss_fn=loss_of, optimizer="none", replay=False
+    )
+    (told,) = (note for note in graph.notes if "mlp#0: it would run whole" in note)
+    assert "changes the memory layout" in told
+    assert not any(
+        region.call == next(n for n, c in enumerate(graph.calls) if c.fqn == "mlp")
+        for regions in find_tileable_rows(graph)
+        for region in regions
+    )
+    with pytest.raises(PlanError, match="profile found that it would run whole"):
+        simulate(graph, resolve(plan_of(2, 2), graph))

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
@@ -162,9 +163,9 @@ class FollowScores(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in _MATMUL and len(args) == 2 and not kwargs:
             first, second = args
-            if type(first) is Tensor and _are_heads(first, second):
+            if _is_plain(first) and _are_heads(first, second):
                 return _make_lazy(Source(first, second, self._tell))
-            if _is_open(first) and type(second) is Tensor:
+            if _is_open(first) and _is_plain(second):
                 found = self._attention(first, second)
                 if found is not None:
                     return found
@@ -197,6 +198,11 @@ def _whole(lazy: LazyScores, reader: str) -> Tensor:
     return lazy.whole
 
 
+def _is_plain(one: Any) -> bool:
+    """Whether it is a plain tensor, or stands for one."""
+    return type(one) in (Tensor, FakeTensor)
+
+
 def _is_open(one: Any) -> bool:
     """Whether it is lazy, and nobody has read it."""
     return type(one) is LazyScores and not one.source.is_whole
@@ -205,7 +211,7 @@ def _is_open(one: Any) -> bool:
 def _are_heads(first: Tensor, second: Any) -> bool:
     """Whether a product may be one of queries and keys of heads."""
     return (
-        type(second) is Tensor
+        _is_plain(second)
         and first.dim() in (3, 4)
         and first.shape[:-2] == second.shape[:-2]
         and first.shape[-1] == second.shape[-2]
@@ -270,7 +276,7 @@ def _is_mask(one: Tensor, lazy: LazyScores) -> bool:
     sizes = zip(reversed(one.shape), reversed(lazy.shape), strict=False)
     fits = one.dim() <= lazy.dim() and all(a in (1, b) for a, b in sizes)
     is_there = one.device == lazy.device or not one.dim()
-    return type(one) is Tensor and fits and is_there and not one.requires_grad
+    return _is_plain(one) and fits and is_there and not one.requires_grad
 
 
 def _is_idle(kwargs: dict[str, Any]) -> bool:

@@ -14,18 +14,15 @@ from collections.abc import Callable, Hashable, Iterator
 from dataclasses import replace
 from functools import partial
 from math import prod
-from typing import Any
+from typing import NamedTuple
 
 import torch
-from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ckplan.applying.tiling import check_attention_bits, check_row_bits
 from ckplan.applying.tiling.row_noting import program_of
-from ckplan.applying.tiling.row_products import format_of
 from ckplan.applying.tiling.row_program import NotRowWise, RowProgram
 from ckplan.graph.graph import Graph
-from ckplan.graph.records import TensorType, TiledBits
+from ckplan.graph.records import RUNS_WHOLE, TensorType, TiledBits
 from ckplan.plan.tiles import RowTiles
 from ckplan.simulating.attention_ops import attention_sizes
 from ckplan.simulating.row_ops import RowOps
@@ -37,25 +34,24 @@ from ckplan.solving.tiled_rows import (
 )
 from ckplan.tracing.costs.calibrate import Progress
 from ckplan.tracing.costs.cost_cache import Cost, CostCache
+from ckplan.tracing.steps.fake_forward import (
+    PLAIN,
+    Layouts,
+    Told,
+    layouts_of,
+    told_by_forward,
+)
 from ckplan.tracing.steps.tiled_bits import LONGEST_SECONDS, MARGIN
 from ckplan.training.failures import first_line
 from ckplan.training.free_memory import free_bytes
-from ckplan.training.losses import call_model
 from ckplan.training.warm_up import warm_up_vector_kernels
-from ckplan.training.workload import Workload, tensors_of
+from ckplan.training.workload import Workload
 
 _RUNS = 4  # of all ops of an MLP: plain, and again in tiles
 _AT_ONCE = 2  # of the bytes of all hidden values
 _TILES = RowTiles(ROW_COUNT, ROW_COUNT)
 
-_PLAIN = (torch.contiguous_format,)
-_LAYOUTS = {  # of pictures and of volumes, by spatial dimensions
-    2: (torch.contiguous_format, torch.channels_last),
-    3: (torch.contiguous_format, torch.channels_last_3d),
-}
-
 Build = Callable[[], Workload]
-Layouts = tuple[torch.memory_format, ...]
 
 
 def with_tested_rows(
@@ -67,7 +63,8 @@ def with_tested_rows(
 ) -> Graph:
     """Add to a graph whether its MLPs give the same bits in tiles of rows.
 
-    An MLP that is too large to be tested gets a note; a graph without one stays.
+    A call that is too large to be tested gets a note, and so does one whose code does
+    not run in tiles, which no plan may have then. A graph without such calls stays.
 
     Args:
         graph: A step that was recorded for this machine.
@@ -76,39 +73,33 @@ def with_tested_rows(
         cache: Of the costs of that device.
         progress: Called with the progress.
     """
-    groups: dict[Hashable, list[int]] = {}
     calls = row_wise_calls(graph)
-    layouts = _layouts(graph, build, calls)
+    told = told_by_forward(graph, build, calls)
+    groups: dict[Hashable, list[int]] = {}
     for call, found in calls.items():
-        seen = layouts.get(graph.calls[call].fqn, _PLAIN)
-        groups.setdefault((kind_of(graph, call, found), seen), []).append(call)
+        layouts = told.layouts.get(graph.calls[call].fqn, PLAIN)
+        if call not in told.whole:
+            key = kind_of(graph, call, found), layouts
+            groups.setdefault(key, []).append(call)
     keys = {kind: _key(graph, kind, calls[of[0]]) for kind, of in groups.items()}
     tested = _tested_for(graph, groups, calls)
     ends = {end for of in tested.values() for end in of}
     known = cache.known([*keys.values()])
-    notes: list[str] = []
-    wanted: dict[Hashable, int] = {}
-    for kind, (first, *_) in groups.items():
-        if keys[kind] in known or kind not in ends:
-            continue
-        why = _too_large(graph, calls[first], device)
-        if why:
-            notes.append(_not_tested(graph, first, why))
-        else:
-            wanted[kind] = first
+    wanted = {k: of[0] for k, of in groups.items() if keys[k] not in known}
+    wanted = {kind: first for kind, first in wanted.items() if kind in ends}
     if wanted:
         (progress or (lambda what, done, total: None))("testing tiles", 0, 0)
-        mlps = [call for call in wanted.values() if calls[call].heads is None]
-        programs = _programs(graph, build, layouts, calls, mlps) if mlps else {}
-        for kind, first in wanted.items():
-            if first in programs:
-                cost = _test(programs[first], calls[first], device)
-            else:
-                cost = _test_attention(graph, calls[first], device)
-            if isinstance(cost, str):
-                notes.append(_not_tested(graph, first, cost))
-            else:
-                known |= cache.learn({keys[kind]: cost})
+    results = _test_each(graph, build, told, calls, [*wanted.values()], device)
+    whole, notes = dict(told.whole), []
+    for kind, first in wanted.items():
+        result = results[first]
+        if isinstance(result, Cost):
+            known |= cache.learn({keys[kind]: result})
+        elif result.runs_whole:
+            whole |= dict.fromkeys(groups[kind], result.why)
+        else:
+            name = graph.calls[first]
+            notes.append(f"tiles of {name}: bits not tested: {result.why}")
     threads, counts = torch.get_num_threads(), _TILES.counts
     costs = {k: [known.get(keys[end]) for end in of] for k, of in tested.items()}
     tests = [
@@ -117,8 +108,46 @@ def with_tested_rows(
         if all(of)
         for call in groups[kind]
     ]
+    tests += [TiledBits(call, *counts, RUNS_WHOLE, threads) for call in whole]
+    notes += [
+        f"tiles of {graph.calls[call]}: it would run whole: {why}"
+        for call, why in whole.items()
+    ]
     more = (*graph.tiled, *sorted(tests, key=lambda one: one.call))
     return replace(graph, tiled=more, notes=(*graph.notes, *notes))
+
+
+class _NotTested(NamedTuple):
+    """Why there is no test."""
+
+    why: str
+    runs_whole: bool = False  # since its code does not run in tiles
+
+
+def _test_each(
+    graph: Graph,
+    build: Build,
+    told: Told,
+    calls: dict[int, RowOps],
+    wanted: list[int],
+    device: torch.device,
+) -> dict[int, Cost | _NotTested]:
+    """Call -> its difference, in place of seconds; or why there is no test."""
+    found: dict[int, Cost | _NotTested] = {}
+    programs: dict[int, list[RowProgram] | _NotTested] = {}
+    for call in wanted:
+        why = _too_large(graph, calls[call], device)
+        if why:
+            found[call] = _NotTested(why)
+    mlps = [one for one in wanted if calls[one].heads is None and one not in found]
+    if mlps:
+        programs = _programs(graph, build, told.layouts, calls, mlps)
+    for call in wanted:
+        if call in programs:
+            found[call] = _test(programs[call], calls[call], device)
+        elif call not in found:
+            found[call] = _test_attention(graph, calls[call], device)
+    return found
 
 
 def _tested_for(
@@ -137,57 +166,20 @@ def _tested_for(
     return found
 
 
-def _layouts(
-    graph: Graph, build: Build, calls: dict[int, RowOps]
-) -> dict[str, Layouts]:
-    """Module with convolutions -> the layouts of what it is given, in words of torch.
-
-    A forward on fake tensors tells; both layouts, where that does not run.
-    """
-    either = {
-        graph.calls[call].fqn: _LAYOUTS.get(len(found.spatial), _PLAIN)
-        for call, found in calls.items()
-        if found.spatial
-    }
-    if not either:
-        return {}
-    seen: dict[str, set[torch.memory_format]] = {}
-    try:
-        workload = build()
-        for name in either:
-            workload.model.get_submodule(name).register_forward_pre_hook(
-                partial(_note_layout, seen.setdefault(name, set())), with_kwargs=True
-            )
-        with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
-            call_model(workload)
-    except Exception:
-        seen = {}
-    return {
-        name: tuple(one for one in those if one in seen.get(name, ())) or those
-        for name, those in either.items()
-    }
-
-
-def _note_layout(
-    seen: set[torch.memory_format], module: nn.Module, args: Any, kwargs: Any
-) -> None:
-    """Note the layout of what a module is given."""
-    seen.update(map(format_of, tensors_of((args, kwargs))))
-
-
 def _programs(
     graph: Graph,
     build: Build,
     layouts: dict[str, Layouts],
     calls: dict[int, RowOps],
     wanted: list[int],
-) -> dict[int, list[RowProgram] | str]:
+) -> dict[int, list[RowProgram] | _NotTested]:
     """Call -> what its module computes, by layout; or why that is not known."""
     try:
         modules = dict(build().model.named_modules())
     except Exception as error:
-        return dict.fromkeys(wanted, f"{type(error).__name__}: {first_line(error)}")
-    found: dict[int, list[RowProgram] | str] = {}
+        why = f"{type(error).__name__}: {first_line(error)}"
+        return dict.fromkeys(wanted, _NotTested(why))
+    found: dict[int, list[RowProgram] | _NotTested] = {}
     for call in wanted:
         tensor, name = _given(graph, call, calls[call]), graph.calls[call].fqn
         module = modules[name]
@@ -195,10 +187,11 @@ def _programs(
         try:
             found[call] = [
                 program_of(module.forward, _empty(tensor, layout, device))
-                for layout in layouts.get(name, _PLAIN)
+                for layout in layouts.get(name, PLAIN)
             ]
         except NotRowWise as error:
-            found[call] = str(error)
+            # The shape of a matrix's rows is a guess: their storage may be a view.
+            found[call] = _NotTested(str(error), bool(calls[call].spatial))
     return found
 
 
@@ -224,22 +217,24 @@ def _given(graph: Graph, call: int, found: RowOps) -> TensorType:
 
 
 def _test(
-    programs: list[RowProgram] | str, found: RowOps, device: torch.device
-) -> Cost | str:
-    """The difference, in place of seconds; or why there is no test, in words."""
-    if isinstance(programs, str):
+    programs: list[RowProgram] | _NotTested, found: RowOps, device: torch.device
+) -> Cost | _NotTested:
+    """Test an MLP."""
+    if isinstance(programs, _NotTested):
         return programs
     warm_up_vector_kernels()
     check = partial(check_row_bits, rows=found.rows, device=device, tiles=_TILES)
     try:
         far = [check(one, dtype=one.operands[0].dtype).difference for one in programs]
     except (RuntimeError, MemoryError) as error:
-        return first_line(error)
+        return _NotTested(first_line(error))
     return Cost(MARGIN * max(far), 0, 0, measured=True)
 
 
-def _test_attention(graph: Graph, found: RowOps, device: torch.device) -> Cost | str:
-    """The difference of an attention in tiles of heads; or why there is no test."""
+def _test_attention(
+    graph: Graph, found: RowOps, device: torch.device
+) -> Cost | _NotTested:
+    """Test an attention."""
     warm_up_vector_kernels()
     tensor = graph.storages[graph.ops[found.forward[0]].outputs[0]].tensor
     assert tensor is not None
@@ -247,7 +242,7 @@ def _test_attention(graph: Graph, found: RowOps, device: torch.device) -> Cost |
     try:
         bits = check_attention_bits(sizes, dtype=dtype, device=device, tiles=_TILES)
     except (RuntimeError, MemoryError) as error:
-        return first_line(error)
+        return _NotTested(first_line(error))
     return Cost(MARGIN * bits.difference, 0, 0, measured=True)
 
 
@@ -261,8 +256,7 @@ def _key(graph: Graph, kind: Hashable, found: RowOps) -> str:
 def _too_large(graph: Graph, found: RowOps, device: torch.device) -> str:
     """Why a call is not tested, in words; "" if it is."""
     numbers = (*found.forward, *found.backward)
-    layouts = len(_LAYOUTS.get(len(found.spatial), _PLAIN))
-    runs = _RUNS * (layouts if found.heads is None else 2)
+    runs = _RUNS * (len(layouts_of(found)) if found.heads is None else 2)
     seconds = runs * sum(graph.ops[number].seconds for number in numbers)
     if seconds > LONGEST_SECONDS:
         return f"it would take {seconds:.0f} s"
@@ -276,7 +270,3 @@ def _sizes(graph: Graph, numbers: tuple[int, ...]) -> Iterator[int]:
     ops = [graph.ops[number] for number in numbers]
     for storage in {s for op in ops for s in (*op.reads, *op.outputs)}:
         yield graph.storages[storage].bytes
-
-
-def _not_tested(graph: Graph, call: int, why: str) -> str:
-    return f"tiles of {graph.calls[call]}: bits not tested: {why}"
