@@ -312,6 +312,58 @@ def test_other_bits_are_found_and_stated(monkeypatch: pytest.MonkeyPatch) -> Non
         simulate(graph, resolve(Plan(regions=(region,)), graph))
 
 
+class Core(nn.Module):
+    """From queries, keys and values to the output: no parameters."""
+
+    def forward(self, first: Tensor, second: Tensor, values: Tensor) -> Tensor:
+        made: Tensor = (first @ second.transpose(2, 3) / 3).softmax(-1) @ values
+        return made
+
+
+class Around(Attention):
+    """Its attention is a module of its own."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, HEADS)
+        self.core = Core()
+
+    def forward(self, rows: Tensor, mask: Tensor | None = None) -> Tensor:
+        sizes = *rows.shape[:2], self.heads, rows.shape[-1] // self.heads
+        parts = self.inputs(rows).split(rows.shape[-1], -1)
+        made = self.core(*(one.view(sizes).transpose(1, 2) for one in parts))
+        output: Tensor = self.output(made.transpose(1, 2).reshape(rows.shape))
+        return output
+
+
+def test_an_attention_without_parameters_runs_in_tiles() -> None:
+    def build() -> Model:
+        torch.manual_seed(0)
+        return Model(Around())
+
+    graph = ckplan.profile(
+        build(), (batch(3),), loss_fn=loss_of, optimizer="none", replay=False
+    )
+    plan = ckplan.solve(graph, goal="min-memory", allow=["tiles"])
+    assert plan.calls_in_tiles == ("attention.core",)
+    results = []
+    for one in (None, plan):
+        model, rows = build(), batch(3)
+        if one is not None:
+            ckplan.apply(model, one)
+
+        def run(model: Model = model, rows: Tensor = rows) -> None:
+            output = model(rows)
+            loss_of(output).backward()
+
+        run()
+        model.zero_grad()
+        peak = peak_bytes_of(run, [*model.parameters(), rows])
+        results.append([p.grad for p in model.parameters()])
+    assert plan.predicted is not None
+    assert 0 <= plan.predicted.peak_bytes - peak <= NUMBERS
+    assert all(map(torch.equal, *results))
+
+
 class Summed(Attention):
     """Its products are written as sums over indices, which are not followed."""
 

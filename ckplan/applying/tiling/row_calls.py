@@ -184,16 +184,18 @@ def _is_same(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 
 def check_row_wise(name: str, module: nn.Module) -> None:
-    """Refuse modules that cannot hold products with parameters.
+    """Refuse modules that can hold neither products with parameters nor an attention.
 
     Raises:
-        PlanError: It has no parameters.
+        PlanError: It is one of torch's own without parameters, such as an activation.
     """
-    if any(True for _ in module.parameters()):
+    is_torchs = type(module).__module__.startswith("torch.nn.")
+    if not is_torchs or any(True for _ in module.parameters()):
         return
     raise PlanError(
         f"cannot tile {name or '.'}: a {type(module).__name__} has no parameters",
-        needed="an MLP: products with parameters, and elementwise ops between",
+        needed="an MLP: products with parameters, and elementwise ops between; or an "
+        "attention that is written out",
         hint="leave this call out of the plan",
     )
 

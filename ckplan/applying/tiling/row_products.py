@@ -4,10 +4,11 @@ Rows of a matrix product are those of its input, [R, inputs]. Rows of a convolut
 its samples, [N, inputs, *spatial]: kernels sum over the positions of a sample in an
 order of their own. Columns are outputs of the first products.
 
-On a CPU with one thread, torch computes 1x1 convolutions of 16 or more samples by
-oneDNN, and others by a matrix product (``use_mkldnn`` in ``aten/src/ATen/native/
-Convolution.cpp``). A dilation, which does nothing to a 1x1 convolution, sends fewer
-samples to oneDNN, too, so that a tile has the bits of the whole.
+On a CPU with one thread, torch computes 1x1 convolutions of 16 or more samples in
+float32 by oneDNN, and others by a matrix product (``use_mkldnn`` in
+``aten/src/ATen/native/Convolution.cpp``). A dilation, which does nothing to a 1x1
+convolution, sends fewer samples to oneDNN, too, so that a tile has the bits of the
+whole.
 """
 
 from __future__ import annotations
@@ -55,7 +56,14 @@ class Products:
         cls, program: RowProgram, operands: tuple[Tensor, ...], rows: Tensor
     ) -> Products:
         """Those with the bits of the whole, for tiles of these rows."""
-        is_many = rows.device.type == "cpu" and len(rows) >= _MANY_SAMPLES
+        is_by_size = (
+            rows.device.type == "cpu"
+            and rows.dtype == torch.float32
+            and torch.backends.mkldnn.is_available()
+            and torch.backends.mkldnn.enabled
+            and torch.get_num_threads() == 1
+        )
+        is_many = is_by_size and len(rows) >= _MANY_SAMPLES
         return cls(program, operands, 2 if is_many else 1)
 
     @property
