@@ -282,7 +282,7 @@ def test_a_mask_that_changes_before_backward_is_an_error() -> None:
             out.sum().backward()
 
 
-def test_a_factor_or_mask_that_changes_before_it_is_used_is_an_error() -> None:
+def test_a_mask_that_changes_before_it_is_used_is_an_error() -> None:
     def spoil(scores: Tensor) -> Tensor:
         mask.zero_()
         return scores.softmax(-1)
@@ -294,6 +294,24 @@ def test_a_factor_or_mask_that_changes_before_it_is_used_is_an_error() -> None:
     ):
         model(torch.randn(2, LENGTH, WIDTH), mask)
     assert str(error.value).count("\n") == 2
+
+
+def test_a_factor_that_changes_before_it_is_used_is_an_error() -> None:
+    class Spoils(nn.Module):
+        def forward(self, first: Tensor, second: Tensor) -> Tensor:
+            first = first * 2
+            scores = (first @ second.transpose(1, 2)).softmax(-1)
+            first.zero_()
+            made: Tensor = scores @ second
+            return made
+
+    model = Spoils()
+    given = [torch.randn(3, 8, 4, requires_grad=True) for _ in range(2)]
+    with (
+        ckplan.tile_rows(model, ""),
+        pytest.raises(ApplyError, match="a factor changed in place"),
+    ):
+        model(*given)
 
 
 def test_scores_below_torch_functions_are_an_error() -> None:
