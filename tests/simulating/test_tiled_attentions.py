@@ -20,8 +20,10 @@ from ckplan.plan.plan import Plan, PlannedRegion
 from ckplan.plan.resolve import resolve
 from ckplan.plan.tiles import RowTiles
 from ckplan.simulating.simulate import simulate
-from ckplan.solving.tiled_rows import find_tileable_rows
+from ckplan.solving.tiled_rows import find_tileable_rows, row_wise_calls
 from ckplan.tracing.steps import tiled_row_bits
+from ckplan.tracing.steps.fake_forward import told_by_forward
+from ckplan.training.workload import Workload
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -375,6 +377,18 @@ class Summed(Attention):
         made = torch.einsum("bhqk,bhkd->bhqd", weights, values)
         output: Tensor = self.output(made.transpose(1, 2).reshape(rows.shape))
         return output
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_follows_a_forward_leaves_the_model_as_it_was(fails: bool) -> None:
+    model = Model(Attention(WIDTH, HEADS))
+    graph = recorded("scaled", 3)
+    calls = row_wise_calls(graph)
+    assert calls
+    given = batch(3)[:, :, :5] if fails else batch(3)
+    told = told_by_forward(graph, lambda: Workload(model, (given,)), calls)
+    assert told.whole == {}
+    assert "forward" not in vars(model.attention)
 
 
 def test_an_attention_whose_code_is_not_followed_is_not_chosen() -> None:

@@ -6,7 +6,8 @@ ran them. Both decide how a call runs in tiles, or whether it does.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -60,18 +61,24 @@ def told_by_forward(
     attentions = [call for call, found in calls.items() if found.heads is not None]
     if not (either or attentions):
         return Told({}, {})
-    seen: dict[str, set[torch.memory_format]] = {}
-    follow: dict[str, FollowScores] = {}
+    seen: dict[str, set[torch.memory_format]] = {name: set() for name in either}
+    follow = {
+        names[call]: FollowScores(RowTiles(), lambda reader: None)
+        for call in attentions
+    }
     try:
         workload = build()
-        modules = dict(workload.model.named_modules())
-        for name in either:
-            note = partial(_note_layout, seen.setdefault(name, set()))
-            modules[name].register_forward_pre_hook(note, with_kwargs=True)
-        for name in {names[call] for call in attentions}:
-            follow[name] = FollowScores(RowTiles(), lambda reader: None)
-            modules[name].forward = _followed(modules[name].forward, follow[name])
-        with FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad():
+        with ExitStack() as until:
+            for name, module in workload.model.named_modules():
+                if name in seen:
+                    note = partial(_note_layout, seen[name])
+                    until.callback(
+                        module.register_forward_pre_hook(note, with_kwargs=True).remove
+                    )
+                if name in follow:
+                    until.enter_context(_followed(module, follow[name]))
+            until.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+            until.enter_context(torch.enable_grad())
             call_model(workload)
     except Exception:
         return Told(either, {})
@@ -88,14 +95,22 @@ def told_by_forward(
     )
 
 
-def _followed(forward: Callable[..., Any], follow: FollowScores) -> Callable[..., Any]:
-    """A forward whose attention is followed."""
+@contextmanager
+def _followed(module: nn.Module, follow: FollowScores) -> Iterator[None]:
+    """A scope in which the attention of a module is followed."""
+    before, forward = dict(vars(module)), module.forward
 
     def run(*args: Any, **kwargs: Any) -> Any:
         with follow:
             return forward(*args, **kwargs)
 
-    return run
+    module.forward = run
+    try:
+        yield
+    finally:
+        del module.forward
+        if "forward" in before:
+            module.forward = before["forward"]
 
 
 def _note_layout(
