@@ -15,7 +15,7 @@ by predicted seconds.
 
     python scripts/offload_cost.py gpt2 --offload /tmp
     python scripts/offload_cost.py gpt2 --offload /tmp --keep-memory --threads 1
-    python scripts/offload_cost.py gpt2 --offload /tmp --shares 0.8 --set layers=2
+    python scripts/offload_cost.py gpt2 --offload /tmp --shares 0.6 --set layers=2
 
 Exit code 1 if a plan does not fit, computes other bits, or has a predicted peak that is
 off by more than 2 %; if a plan that moves is more than 1 % slower than the one that

@@ -31,7 +31,7 @@ class LeverOptions:
     allow: Annotated[
         list[Lever] | None,
         typer.Option(
-            help="tiles: the head and its loss, and MLPs, may run in tiles; close: "
+            help="tiles: head and loss, MLPs, attentions may run in tiles; close: "
             "also where that rounds gradients in another place; groups: the optimizer "
             "may update groups of parameters."
         ),

@@ -213,14 +213,19 @@ class Hazard:
     guarded_by: tuple[str, ...]  # ways to recompute that take care of it
 
 
+RUNS_WHOLE = 1e30
+"""Difference of a call that ckplan does not run in tiles: its code is not followed."""
+
+
 @dataclass(frozen=True, slots=True)
 class TiledBits:
     """What a test of a call in tiles found, on random values of its shape and dtype."""
 
-    call: int  # of a head, or of an MLP
+    call: int  # of a head, an MLP or an attention
     rows: int  # tiles; of a head, of tokens
     columns: int  # tiles; of a head, of the vocabulary
-    difference: float  # largest, relative to the largest of its tensor; 0: same bits
+    # Largest, relative to the largest of its tensor; 0: same bits; RUNS_WHOLE.
+    difference: float
     threads: int  # of the CPU that the test ran with
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ckplan.errors import PlanError
+from ckplan.graph.attentions import has_attention
 from ckplan.graph.fqn import is_around
 from ckplan.plan.region import RERUN, Region
-from ckplan.plan.tiles import Tiles
+from ckplan.plan.tiles import RowTiles, Tiles
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -33,9 +34,12 @@ def refuse_hazards(graph: Graph, region: Region) -> None:
             needed="calls that the model itself does not rerun in backward",
             hint="profile the model without its own checkpoint, or leave this call out",
         )
-    # Tiles of a head rerun a linear layer and nothing else.
-    is_head = isinstance(region.tiles, Tiles)
-    found = () if is_head else graph.hazards_in(region.call, region.last)
+    # Tiles of a head rerun a linear layer and nothing else, those of an attention what
+    # is between queries and values. The code of both runs once.
+    runs_once = isinstance(region.tiles, Tiles) or (
+        isinstance(region.tiles, RowTiles) and has_attention(graph, region.call)
+    )
+    found = () if runs_once else graph.hazards_in(region.call, region.last)
     for hazard in found:
         if not _is_guarded(graph, region, hazard):
             ways = " or ".join(f"by: {way}" for way in hazard.guarded_by)

@@ -1,4 +1,4 @@
-"""Tiles of a head and its loss, or of an MLP: how many, and where they are cut.
+"""Tiles of a head and its loss, an MLP or an attention: how many, where they are cut.
 
 A matrix product is cut along its outputs, never along the sum. Cuts lie where kernels
 take the same path as for the whole product: narrow or unaligned tiles are computed by
@@ -19,7 +19,7 @@ rounded in another place."""
 
 ELEMENTWISE = frozenset(
     {"gelu", "relu", "silu", "mish", "elu", "leaky_relu", "hardswish", "tanh"}
-    | {"sigmoid", "erf", "neg", "mul", "add", "sub", "div", "pow"}
+    | {"hardtanh", "sigmoid", "erf", "neg", "mul", "add", "sub", "div", "pow"}
 )
 """Ops that treat every element apart; an MLP runs them between its products."""
 
@@ -37,6 +37,8 @@ BEFORE_PRODUCTS = (
 
 _ROWS = 32  # smallest tile of tokens, or of rows; cuts lie at multiples
 _COLUMNS = 64  # same, for the vocabulary, or for columns
+# Same, for samples of convolutions and for heads: kernels for one may be others.
+_SAMPLES = _HEADS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +88,9 @@ class RowTiles:
     """Tiles of a call whose rows are apart, such as an MLP: of rows, and of columns.
 
     Columns are those of its hidden values: gradients of weights are made by tiles of
-    columns with all rows in each. Fewer tiles are made where they would be too narrow.
+    columns with all rows in each. Rows of 1x1 convolutions are samples, and those of an
+    attention, which has no use for columns, are heads of all samples. Fewer tiles are
+    made where they would be too narrow.
 
     Raises:
         PlanError: A number is below 1, or the bits are neither.
@@ -113,6 +117,32 @@ class RowTiles:
     def of_rows(self, size: int) -> list[slice]:
         """Cut ``size`` rows."""
         return _cut(size, self.rows, _ROWS)
+
+    def of_samples(self, size: int) -> list[slice]:
+        """Cut ``size`` samples of a batch, the rows of a 1x1 convolution.
+
+        >>> RowTiles(rows=8).of_samples(5)
+        [slice(0, 2, None), slice(2, 5, None)]
+        """
+        return _cut(size, self.rows, _SAMPLES)
+
+    def of_heads(self, samples: int, heads: int) -> list[slice]:
+        """Cut the heads of all samples, the rows of an attention.
+
+        A tile has the heads of whole samples, or heads of one.
+
+        >>> RowTiles(rows=4).of_heads(2, 5)
+        [slice(0, 2, None), slice(2, 5, None), slice(5, 7, None), slice(7, 10, None)]
+        """
+        if samples >= self.rows:
+            whole = _cut(samples, self.rows, _HEADS if heads == 1 else 1)
+            return [slice(one.start * heads, one.stop * heads) for one in whole]
+        parts = _cut(heads, -(-self.rows // samples), _HEADS)
+        return [
+            slice(n * heads + one.start, n * heads + one.stop)
+            for n in range(samples)
+            for one in parts
+        ]
 
     def of_columns(self, size: int) -> list[slice]:
         """Cut ``size`` columns.

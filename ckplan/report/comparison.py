@@ -26,7 +26,7 @@ _LEGEND = {
     "offload all": "whatever can move of every layer moves, the rest is rebuilt",
     "save_on_cpu": "the same, and each copy is waited for (torch.autograd.graph)",
     "chunked loss": "the head and its loss in 8 tiles, all else as it is",
-    "tiled MLPs": "every MLP in 8 tiles, all else as it is",
+    "tiled MLPs": "every MLP and attention in 8 tiles, all else as it is",
     "fused loss": "torch.nn.functional.linear_cross_entropy by chunks: other bits",
 }
 

@@ -53,7 +53,9 @@ def _tiled(
 def _words(region: PlannedRegion, test: TiledBits | None) -> str:
     tiles = region.tiles
     of_rows = isinstance(tiles, RowTiles)
-    never = "hidden values are" if of_rows else "logits and their gradients are"
+    never = (
+        "hidden values or scores are" if of_rows else "logits and their gradients are"
+    )
     bits = f"{region.title} in tiles, {tiles}: {never} never whole; "
     if test is None:
         return bits + "these bits were not tested, `ckplan verify` compares them"

@@ -45,7 +45,7 @@ def fused_graph(graph: Graph, call: int) -> Graph:
         graph,
         ops=tuple(
             costed(
-                graph,
+                graph.ops,
                 enumerate(ops),
                 {found.log_softmax: (every, chunks), found.backward: ((), 0)},
                 {

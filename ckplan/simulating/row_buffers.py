@@ -8,12 +8,12 @@ of products is in proportion to what they read and make.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ckplan.graph.graph import Graph
 from ckplan.plan.tiles import RowTiles
-from ckplan.simulating.row_parts import PRODUCTS
-from ckplan.simulating.row_wise import RowOps
+from ckplan.simulating.row_ops import RowOps
+from ckplan.simulating.row_parts import CONVOLUTION, CONVOLUTION_BACKWARD, PRODUCTS
 from ckplan.simulating.tiling import kept_by_kernels
 
 
@@ -26,6 +26,7 @@ class _Tile:
     cut: int  # rows or columns of it
     size: int  # of all
     whole: frozenset[int]  # storages that are not cut
+    weight: int = 0  # bytes: of a convolution's weight that is cut, and so copied
 
     def part(self, num_bytes: int) -> int:
         """Bytes in the tile, of those of a tensor that is cut."""
@@ -36,17 +37,43 @@ class _Tile:
         """Bytes of a hidden value."""
         return self.part(self.found.tensor_bytes)
 
-    def scratch(self, numbers: Iterable[int]) -> int:
-        """Most bytes of scratch memory of any op."""
+    def scratch(self, numbers: Iterable[int], *, both: bool = False) -> int:
+        """Most bytes of scratch memory of any op.
+
+        Args:
+            numbers: The ops.
+            both: Whether backward of a convolution makes gradients of weights.
+        """
+        if self.found.spatial:
+            return max((self._copies(n, both) for n in numbers), default=0)
         return max(map(self._scratch_of, numbers), default=0)
 
     def _scratch_of(self, number: int) -> int:
         op = self.graph.ops[number]
-        if op.name not in PRODUCTS or not op.workspace.bytes:
+        if op.name not in (*PRODUCTS, "bmm") or not op.workspace.bytes:
             return op.workspace.bytes
         sizes = {s: self.graph.storages[s].bytes for s in (*op.reads, *op.outputs)}
         here = sum(n if s in self.whole else self.part(n) for s, n in sizes.items())
         return -(-op.workspace.bytes * here // (sum(sizes.values()) or 1))
+
+    def _copies(self, number: int, both: bool) -> int:
+        """Copies that a convolution makes of its operands, in another layout.
+
+        Kernels of oneDNN copy both operands to make the gradient of a weight, and the
+        larger one to make that of the input.
+        """
+        op = self.graph.ops[number]
+        bytes_ = op.workspace.bytes
+        if not bytes_ or op.name not in (CONVOLUTION, CONVOLUTION_BACKWARD):
+            return bytes_
+        read = {s: self.graph.storages[s] for s in op.reads}
+        sizes = {s: one.bytes for s, one in read.items() if one.kind != "parameter"}
+        here = [n if s in self.whole else self.part(n) for s, n in sizes.items()]
+        rest = bytes_ - sum(sizes.values())
+        if op.name == CONVOLUTION or rest < 0:
+            whole = sum(one.bytes for s, one in read.items() if s in self.whole)
+            return min(bytes_, self.part(bytes_) + whole)
+        return rest + (sum(here) if both else max(here))
 
     def moments(
         self, steps: tuple[int, ...], until: Mapping[int, int]
@@ -54,11 +81,18 @@ class _Tile:
         """Bytes at every step."""
         begin: dict[int, int] = {}
         for step, number in enumerate(steps):
-            for storage in self.graph.ops[number].outputs:
+            for storage in self.found.interior.intersection(
+                self.graph.ops[number].outputs
+            ):
                 begin.setdefault(storage, step)
         for step, number in enumerate(steps):
-            alive = sum(begin[s] <= step <= until[s] for s in begin)
-            yield alive * self.hidden + self.scratch([number])
+            alive = sum(
+                self.part(self.graph.storages[s].bytes)
+                for s in begin
+                if begin[s] <= step <= until[s]
+            )
+            weight = self.weight if number == self.found.inner_gradient else 0
+            yield alive + self.scratch([number]) + weight
 
     def tracked(self) -> Iterator[int]:
         """Bytes at every op that autograd follows, and on the way back."""
@@ -73,7 +107,9 @@ def forward_bytes(graph: Graph, found: RowOps, tiles: RowTiles) -> int:
     tile = _of_rows(graph, found, tiles)
     until = _last_reads(graph, found, found.forward)
     moments = [*tile.moments(found.forward[:-1], until)]
-    return max([*moments, tile.hidden + tile.scratch([found.product])])
+    copied = graph.ops[found.product].outputs[0] if found.spatial else None
+    made = 0 if copied is None else tile.part(graph.storages[copied].bytes)
+    return max([*moments, tile.hidden + made + tile.scratch([found.product])])
 
 
 def rows_bytes(graph: Graph, found: RowOps, tiles: RowTiles) -> int:
@@ -83,7 +119,8 @@ def rows_bytes(graph: Graph, found: RowOps, tiles: RowTiles) -> int:
     scratch = tile.scratch(found.hidden_gradients)
     number = len(found.leaf_gradients)  # the last one first
     ends = [
-        n * tile.hidden + (n < number) * more + scratch for n in range(1, number + 1)
+        n * tile.hidden + (n < number or bool(found.spatial)) * more + scratch
+        for n in range(1, number + 1)
     ]
     return max([*tile.tracked(), *ends])
 
@@ -93,7 +130,10 @@ def columns_bytes(graph: Graph, found: RowOps, tiles: RowTiles) -> int:
     cuts = tiles.of_columns(found.width)
     whole = frozenset((found.hidden, found.given))
     tile = _Tile(graph, found, _longest(cuts), found.width, whole)
-    scratch = tile.scratch(found.weight_gradients)
+    if found.spatial and len(cuts) > 1:
+        read = (graph.storages[s].bytes for s in graph.ops[found.product].reads[1:])
+        tile = replace(tile, weight=tile.part(max(read)))
+    scratch = tile.scratch(found.weight_gradients, both=True) + tile.weight
     steps = found.forward[:-1]
     until = _until(graph, found)
     last = {*graph.ops[found.product].reads}
@@ -106,7 +146,7 @@ def columns_bytes(graph: Graph, found: RowOps, tiles: RowTiles) -> int:
 
 
 def _of_rows(graph: Graph, found: RowOps, tiles: RowTiles) -> _Tile:
-    cut = _longest(tiles.of_rows(found.rows))
+    cut = _longest(found.cut_rows(tiles))
     whole = frozenset(
         n for n, one in enumerate(graph.storages) if one.kind == "parameter"
     )
@@ -133,7 +173,7 @@ def _until(graph: Graph, found: RowOps) -> dict[int, int]:
             until[storage] = max(until[storage], _step_before(found, last, steps))
     for number in found.first:  # leaves
         until[graph.ops[number].outputs[0]] = end
-    for storage in (*found.leaf_gradients, *graph.ops[found.inner_gradient].outputs):
+    for storage in (*found.leaf_gradients, found.inner):
         until[storage] = end
     for one in graph.saved:
         if one.storage in found.interior:

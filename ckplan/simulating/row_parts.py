@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from math import prod
+
 from ckplan.errors import PlanError
 from ckplan.graph.graph import Graph
 from ckplan.plan.tiles import BEFORE_PRODUCTS, DROPOUT
 
-PRODUCTS = {"mm": 2, "addmm": 3}  # -> tensors that they read
+CONVOLUTION, CONVOLUTION_BACKWARD = "convolution", "convolution_backward"
+PRODUCTS = {"mm": (1,), "addmm": (2,), CONVOLUTION: (1, 2)}
+"""Products -> how many parameters they read."""
 
 
 def parts_of(graph: Graph, call: int) -> tuple[range, tuple[int, ...], range]:
@@ -19,7 +23,8 @@ def parts_of(graph: Graph, call: int) -> tuple[range, tuple[int, ...], range]:
     """
     found = graph.calls[call]
     numbers = range(found.start, found.stop)
-    products = [n for n in numbers if graph.ops[n].name in PRODUCTS]
+    matrices = [n for n in numbers if graph.ops[n].name in ("mm", "addmm")]
+    products = matrices or [n for n in numbers if is_pointwise(graph, n)]
     first, last = (products or [found.start])[0], (products or [found.stop - 1])[-1]
     made: set[int] = set()
     for number in range(last + 1, found.stop):
@@ -40,10 +45,29 @@ def parts_of(graph: Graph, call: int) -> tuple[range, tuple[int, ...], range]:
     return lead, tuple(range(first, last + 1)), tail
 
 
+def is_pointwise(graph: Graph, number: int) -> bool:
+    """Whether an op is a 1x1 convolution over all channels, as far as shapes tell."""
+    op = graph.ops[number]
+    if op.name != CONVOLUTION or len(op.reads) < 2:
+        return False
+    given, weight, made = (
+        graph.storages[s].tensor for s in (*op.reads[:2], op.outputs[0])
+    )
+    if given is None or weight is None or made is None:
+        return False
+    samples, channels, *spatial = made.shape
+    inputs = prod(given.shape) // (samples * prod(spatial) or 1)
+    ones = (1 for _ in spatial)
+    return weight.shape == (channels, inputs, *ones) and prod(given.shape) == (
+        samples * inputs * prod(spatial)
+    )
+
+
 def refuse_rows(graph: Graph, call: int, why: str) -> PlanError:
     """The error for a call that cannot run in tiles of rows."""
     return PlanError(
         f"cannot tile {graph.calls[call]} by rows: {why}",
-        needed="an MLP: norms, products with parameters, elementwise ops, a product",
+        needed="an MLP: norms, products with parameters, elementwise ops, a product; "
+        "or an attention that is written out, without dropout",
         hint="leave this call out of the plan",
     )

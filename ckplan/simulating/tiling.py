@@ -18,6 +18,7 @@ from ckplan.graph.graph import Graph
 from ckplan.graph.records import (
     NO_WORKSPACE,
     OUTSIDE_CALLS,
+    RUNS_WHOLE,
     Hazard,
     Op,
     Storage,
@@ -121,12 +122,23 @@ def tested(graph: Graph, call: int, tiles: Tiles | RowTiles) -> TiledBits | None
     return None
 
 
+def runs_whole(graph: Graph, call: int) -> bool:
+    """Whether a test found that the code of a call does not run in tiles."""
+    return any(one.call == call and one.difference == RUNS_WHOLE for one in graph.tiled)
+
+
 def refuse_other_bits(graph: Graph, call: int, tiles: Tiles | RowTiles) -> None:
     """Check that tiles have the same bits, if that is what they promise.
 
     Raises:
         PlanError: A test found others.
     """
+    if runs_whole(graph, call):
+        raise PlanError(
+            f"cannot tile {graph.calls[call]}: profile found that it would run whole",
+            needed="code that tiles follow; a note of the trace says what is not",
+            hint="leave this call out of the plan",
+        )
     test = tested(graph, call, tiles)
     if test is not None and test.difference and tiles.bits == SAME_BITS:
         raise PlanError(
@@ -193,11 +205,11 @@ def _in_passes(
         found.backward: backward_bytes(found, tiles, scratch),
     }
     gone = {*number_of, *ahead, *found.weight_gradients}
-    yield from costed(graph, enumerate(ops), passes, spaces, gone)
+    yield from costed(graph.ops, enumerate(ops), passes, spaces, gone)
 
 
 def costed(
-    graph: Graph,
+    whole: Mapping[int, Op] | tuple[Op, ...],
     ops: Iterable[tuple[int, Op]],
     passes: Mapping[int, tuple[Sequence[int], int]],
     spaces: Mapping[int, int],
@@ -206,7 +218,7 @@ def costed(
     """Ops with the costs of others, which run in them.
 
     Args:
-        graph: The step as it is.
+        whole: Ops as they are, by number.
         ops: Of the other step, with their numbers.
         passes: Op -> the ops that run in it, and how many launches each has.
         spaces: Op -> bytes of its workspace.
@@ -215,7 +227,7 @@ def costed(
     for number, op in ops:
         if number in passes:
             parts, count = passes[number]
-            run = [graph.ops[n] for n in parts]
+            run = [whole[n] for n in parts]
             yield replace(
                 op,
                 workspace=Workspace((), (spaces[number],)),

@@ -7,7 +7,7 @@ search, draws its trade-off, and simulates what frameworks do with the same leve
 ``offload all``      every value of every layer that can move moves, the rest is rebuilt
 ``save_on_cpu``      the same, each copy waited for (``torch.autograd.graph``)
 ``chunked loss``     the head and its loss in 8 tiles, and nothing else
-``tiled MLPs``       every MLP in 8 tiles, and nothing else
+``tiled MLPs``       every MLP and attention in 8 tiles, and nothing else
 ``fused loss``       ``torch.nn.functional.linear_cross_entropy`` by chunks
 ===================  ==================================================================
 """
@@ -138,7 +138,7 @@ def lever_baselines(
 
 
 def _tiling(planner: Planner, limit: MemoryLimit, *, close: bool) -> Iterator[Baseline]:
-    """Tiles and nothing else: of the head, and of all MLPs."""
+    """Tiles and nothing else: of the head, and of all other calls."""
     with suppress(PlanError):  # no head can
         call, counts = find_tileable_head(planner.graph, close=close)
         head = Region(call, TILES, tiles=counts[0])

@@ -86,10 +86,11 @@ def solve_plan(
             (small graphs; needs the extra ``milp``).
         time_limit: Seconds that ``"milp"`` may take.
         allow: ``["tiles"]``: the head and its loss may run in tiles, without the
-            logits, and MLPs, without their hidden values. For a budget, a card, or
-            the least memory. With ``"close"``, too: also a head whose 16-bit logits
-            are not cast to float32, whose gradients tiles round in another
-            place; the plan says ``bits: close``. ``"groups"``: the optimizer may update
+            logits, and MLPs and attentions, without their hidden values and scores. For
+            a budget, a card, or the least memory. With ``"close"``, too: also a head
+            whose 16-bit logits are not cast to float32, and others whose gradients
+            tiles round in another place; the plan says ``bits: close``. ``"groups"``:
+            the optimizer may update
             groups of parameters, one after the other; then the plan's ``workload`` says
             so, and ``update_in_groups`` does it.
         spill_rate: A disk that activations may move to, ``ckplan.spill_link("/tmp")``,

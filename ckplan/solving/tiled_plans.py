@@ -1,4 +1,4 @@
-"""Plans with calls in tiles, if they are allowed: the head and its loss, and MLPs.
+"""Plans with calls in tiles, if allowed: the head and its loss, MLPs, attentions.
 
 A step with calls in tiles is another graph (``simulating/tiled_regions.py``), which is
 solved like any other. The cheapest plan over a few sets of tiles is taken, of which one

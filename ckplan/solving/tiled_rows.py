@@ -1,6 +1,6 @@
-"""MLPs that can run in tiles of rows, and the sets of them to choose from.
+"""MLPs and attentions that can run in tiles, and the sets of them to choose from.
 
-Equal MLPs run in tiles together. Gradients of parameters pile up in backward while
+Equal calls run in tiles together. Gradients of parameters pile up in backward while
 activations go, so the peak is often in its last part: in the first layers. So a quarter
 of the layers, the first ones, is a set of its own, which costs a quarter of the time.
 """
@@ -14,8 +14,9 @@ from ckplan.graph.graph import Graph
 from ckplan.plan.hazards import refuse_hazards
 from ckplan.plan.region import TILES, Region
 from ckplan.plan.tiles import CLOSE_BITS, SAME_BITS, RowTiles
-from ckplan.simulating.row_wise import RowOps, find_row_wise
-from ckplan.simulating.tiling import tested
+from ckplan.simulating.row_ops import RowOps
+from ckplan.simulating.row_wise import find_row_wise
+from ckplan.simulating.tiling import runs_whole, tested
 
 ROW_COUNT = 8  # tiles of rows, and of columns
 _PART = 4  # of the layers, the first ones
@@ -33,12 +34,14 @@ def find_tileable_rows(
         close: Whether results may be rounded in another place.
 
     Returns:
-        Of the MLPs with the largest hidden values, the first quarter and all; all MLPs,
-        if there are others. Nothing if no call can run in tiles.
+        Of the calls with the largest hidden values, the first quarter and all; all that
+        can, if there are others. Nothing if no call can run in tiles.
     """
     groups: dict[Hashable, list[Region]] = {}
     sizes: dict[Hashable, int] = {}
     for call, found in row_wise_calls(graph).items():
+        if runs_whole(graph, call):
+            continue
         region = Region(call, TILES, tiles=_tiles(graph, call))
         if close or region.tiles.bits == SAME_BITS:  # type: ignore[union-attr]
             kind = family_of(graph, call, found)

@@ -21,7 +21,7 @@ from torch import nn
 import ckplan
 from ckplan.errors import CkplanError, VerifyError, WorkloadError
 from ckplan.plan.plan import Plan, PlannedRegion, Prediction
-from ckplan.plan.tiles import Tiles
+from ckplan.plan.tiles import RowTiles, Tiles
 from ckplan.report.tables import render
 from ckplan.report.verification import verification_error, verification_report
 from ckplan.simulating.simulate import simulate
@@ -472,6 +472,17 @@ def test_the_bits_that_a_plan_states_are_checked(
             bits == "close",
             bits == "same",
         )
+
+
+def test_same_bits_beside_close_ones_are_not_blamed(
+    scripted: Callable[..., Verification],
+):
+    tiles = {"mlp": RowTiles(2, 2, "close", 1e-5), "other": RowTiles(2, 2)}
+    regions = [PlannedRegion(one, "tiles", tiles=of) for one, of in tiles.items()]
+    sides = [_Scripted([_first_steps(loss=one)] * 3) for one in "ab"]
+    notes = scripted(*sides, Plan(regions=tuple(regions)), steps=0).notes
+    assert any("other runs in tiles" in one and "close bits" in one for one in notes)
+    assert not any("do not train" in one for one in notes)
 
 
 CLOSE_HEAD = """

@@ -7,13 +7,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from ckplan.applying.tiling.attention import Attention, Step, run_attention
 from ckplan.applying.tiling.bits import Bits, compared
 from ckplan.applying.tiling.row_passes import RowWise
-from ckplan.applying.tiling.row_program import (
-    Operands,
-    Product,
-    RowProgram,
-)
+from ckplan.applying.tiling.row_products import Products
+from ckplan.applying.tiling.row_program import Product, RowProgram
 from ckplan.applying.tiling.row_steps import apply_step
 from ckplan.plan.tiles import RowTiles
 
@@ -31,7 +29,7 @@ def check_row_bits(
 
     Args:
         program: What the MLP computes; the shapes of its parameters count.
-        rows: Of its input.
+        rows: Of its input; samples, of convolutions.
         dtype: Of all tensors.
         device: Where to test.
         tiles: Numbers of tiles.
@@ -48,45 +46,88 @@ def check_row_bits(
 
     assert program.final is not None
     _, first = program.first[0]
-    features = program.weight(tuple(program.operands), first).shape[0]
+    inputs, outputs = program.sizes(first)[0], program.sizes(program.final)[1]
+    hidden = normal(rows, inputs, *program.spatial)
     operands = [
-        normal(*one.shape) / (one.numel() / one.shape[-1]) ** 0.5
-        if one.dim() > 1
-        else normal(*one.shape)
+        normal(*one.shape) / len(one) ** 0.5 if one.dim() > 1 else normal(*one.shape)
         for one in program.operands
     ]
-    given = normal(rows, features), *operands
-    width = program.weight(tuple(program.operands), program.final).shape[1]
-    gradient = normal(rows, width)
+    gradient = normal(rows, outputs, *program.spatial)
 
     def tiled(hidden: Tensor, *rest: Tensor) -> Tensor:
         made: Tensor = RowWise.apply(hidden, program, tiles, *rest)
         return made
 
     def plain(hidden: Tensor, *rest: Tensor) -> Tensor:
-        return _whole(program, hidden, rest)
+        return _whole(Products(program, rest), hidden)
 
+    given = hidden.contiguous(memory_format=program.layout), *operands
     one, other = (_results(made, given, gradient) for made in (plain, tiled))
     return compared(one, other, torch.get_num_threads())
 
 
-def _whole(program: RowProgram, hidden: Tensor, operands: tuple[Tensor, ...]) -> Tensor:
+def _whole(products: Products, hidden: Tensor) -> Tensor:
     """The output as autograd follows it, without tiles."""
-
-    def product(of: Operands, value: Tensor) -> Tensor:
-        weight = program.weight(operands, of)
-        if of.bias is None:
-            return torch.mm(value, weight)
-        return torch.addmm(operands[of.bias], value, weight)
-
+    program = products.program
     values: dict[int, Tensor] = {}
     for number, step in enumerate(program.steps):
         if isinstance(step, Product):
-            values[number] = product(step.of, hidden)
+            values[number] = products.make(step.of, hidden)
         else:
             values[number] = apply_step(step, values)
-    assert program.final is not None
-    return product(program.final, values[program.result])
+    return products.make(products.final, values[program.result])
+
+
+def check_attention_bits(
+    sizes: tuple[int, int, int, int, int],
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    tiles: RowTiles,
+    seed: int = 0,
+) -> Bits:
+    """Compare an attention in tiles of heads with that of autograd, on random values.
+
+    Keys are tested in both layouts that a product may be given. Elementwise ops have
+    the same bits in any tile, so a softmax stands for all of them.
+
+    Args:
+        sizes: Samples, heads, queries, keys, and features of each.
+        dtype: Of all tensors.
+        device: Where to test.
+        tiles: Numbers of tiles.
+        seed: Of the random values; the state of the generators is kept.
+
+    Returns:
+        ``same``, or ``close`` with the largest difference.
+    """
+    *heads, queries, keys, features = sizes
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(rows: int) -> Tensor:
+        made = torch.randn(*heads, rows, features, generator=generator)
+        return made.to(device, dtype)
+
+    step = Step(torch.softmax, 0, (-1,), {}, dtype, ())
+    program = Attention((*heads, queries, keys), (step,))
+    given, gradient = tuple(map(normal, (queries, keys, keys))), normal(queries)
+
+    def results(is_tiled: bool, is_copied: bool) -> dict[str, Tensor]:
+        def made(first: Tensor, second: Tensor, values: Tensor) -> Tensor:
+            second = second.transpose(2, 3)
+            second = second.contiguous() if is_copied else second
+            if is_tiled:
+                return run_attention(program, tiles, first, second, values)
+            return torch.softmax(first @ second, -1) @ values
+
+        return _results(made, given, gradient)
+
+    threads = torch.get_num_threads()
+    found = [
+        compared(results(False, is_copied), results(True, is_copied), threads)
+        for is_copied in (False, True)
+    ]
+    return max(found, key=lambda bits: (bool(bits.where), bits.difference))
 
 
 def _results(

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -15,8 +15,9 @@ from ckplan.applying.hooks.choices import Choice
 from ckplan.applying.tiling.handle import Tiled
 from ckplan.applying.tiling.row_noting import program_of
 from ckplan.applying.tiling.row_passes import RowWise
-from ckplan.applying.tiling.row_program import NotRowWise
+from ckplan.applying.tiling.row_program import NotRowWise, RowProgram
 from ckplan.applying.tiling.row_steps import run_whole
+from ckplan.applying.tiling.scores import FollowScores
 from ckplan.applying.tiling.watched import is_watched
 from ckplan.errors import ApplyError, PlanError, did_you_mean
 from ckplan.plan.tiles import RowTiles
@@ -41,6 +42,7 @@ class TiledRows(Tiled):
     ) -> None:
         super().__init__(module, name, choice)
         self.tiles = tiles
+        self._is_attention = False  # the last call was one
 
     def __str__(self) -> str:
         """One line."""
@@ -61,18 +63,12 @@ class TiledRows(Tiled):
         if any(isinstance(one, Tensor) and not one.numel() for one in given):
             self._count()  # an expert without rows holds nothing
             return forward(*args, **kwargs)
+        if self._is_attention:
+            return self._by_heads(forward, args, kwargs, "it has no attention any more")
         try:
-            _check_input(given)
-            _check_hooks(module)
-            (name,) = kwargs or (None,)
-            with _attributes_kept(module):
-                program = program_of(
-                    lambda one: forward(**{name: one}) if name else forward(one),
-                    given[0],
-                )
+            program = _noted(module, forward, args, kwargs)
         except NotRowWise as error:
-            self._tell(str(error))
-            return forward(*args, **kwargs)
+            return self._by_heads(forward, args, kwargs, str(error))
         operands = program.operands
         if not any(one.requires_grad for one in (given[0], *program.parameters)):
             return forward(*args, **kwargs)
@@ -82,6 +78,29 @@ class TiledRows(Tiled):
         return run_whole(
             program.tail, RowWise.apply(hidden, program, self.tiles, *operands)
         )
+
+    def _by_heads(
+        self,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        why: str,
+    ) -> Any:
+        """Run a call by tiles of heads, if an attention is written out in it."""
+        follow = FollowScores(
+            self.tiles, lambda name: self._tell(f"its scores were read by {name}")
+        )
+        with nullcontext() if _has_autocast(args, kwargs) else follow:
+            made = forward(*args, **kwargs)
+        self._is_attention = follow.tiled > 0
+        self.tiled += follow.tiled
+        if follow.tiled:
+            self._count()
+        elif follow.readers:
+            self._tell(f"the scores of its attention are read by {follow.readers[0]}")
+        else:
+            self._tell(why)
+        return made
 
     def _count(self) -> None:
         """Count a call that holds no more than it should."""
@@ -96,6 +115,29 @@ class TiledRows(Tiled):
         if self.whole == 1:
             what = f"{self.name or '.'} runs whole, not in tiles: {why}"
             warnings.warn(f"{what}; results are the same, memory is not", stacklevel=4)
+
+
+def _noted(
+    module: nn.Module,
+    forward: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> RowProgram:
+    """What a call computes, if its rows are apart."""
+    given = (*args, *kwargs.values())
+    _check_input(given)
+    _check_hooks(module)
+    (name,) = kwargs or (None,)
+    with _attributes_kept(module):
+        return program_of(
+            lambda one: forward(**{name: one}) if name else forward(one), given[0]
+        )
+
+
+def _has_autocast(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether ops on the tensors of a call are cast."""
+    given = (one for one in (*args, *kwargs.values()) if isinstance(one, Tensor))
+    return any(torch.is_autocast_enabled(one.device.type) for one in given)
 
 
 def _check_input(given: tuple[Any, ...]) -> None:
@@ -142,16 +184,18 @@ def _is_same(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 
 def check_row_wise(name: str, module: nn.Module) -> None:
-    """Refuse modules that cannot hold products with parameters.
+    """Refuse modules that can hold neither products with parameters nor an attention.
 
     Raises:
-        PlanError: It has no parameters.
+        PlanError: It is one of torch's own without parameters, such as an activation.
     """
-    if any(True for _ in module.parameters()):
+    is_torchs = type(module).__module__.startswith("torch.nn.")
+    if not is_torchs or any(True for _ in module.parameters()):
         return
     raise PlanError(
         f"cannot tile {name or '.'}: a {type(module).__name__} has no parameters",
-        needed="an MLP: products with parameters, and elementwise ops between",
+        needed="an MLP: products with parameters, and elementwise ops between; or an "
+        "attention that is written out",
         hint="leave this call out of the plan",
     )
 
@@ -159,13 +203,15 @@ def check_row_wise(name: str, module: nn.Module) -> None:
 def tile_rows(
     model: nn.Module, name: str, *, tiles: tuple[int, int] = (8, 8)
 ) -> TiledRows:
-    """Run an MLP in tiles, so that its hidden values are never whole.
+    """Run an MLP or an attention in tiles: hidden values, or scores, are never whole.
 
     An MLP is a module that multiplies its one input by matrices of parameters, applies
-    elementwise ops to the products, and multiplies the result by one more. What a call
-    computes is looked at every time. A call that computes anything else, runs under
-    autocast or without gradients, or that modes or hooks inside would see, runs as it
-    is; where gradients are on, a warning says why.
+    elementwise ops to the products, and multiplies the result by one more; or all are
+    1x1 convolutions. In an attention that is written out, from queries and keys to a
+    product with values, scores are never whole: tiles of rows are tiles of heads. What
+    a call computes is looked at every time. A call that computes anything else, runs
+    under autocast or without gradients, or that modes or hooks inside would see, runs
+    as it is; where gradients are on, a warning says why.
 
     Args:
         model: The model; its names, ``state_dict`` and results stay as they are.

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ckplan.applying.tiling.row_products import format_of, pointwise
 from ckplan.applying.tiling.row_program import (
     Elementwise,
     NotRowWise,
@@ -27,6 +28,7 @@ from ckplan.plan.tiles import BEFORE_PRODUCTS, DROPOUT, ELEMENTWISE
 
 _aten = torch.ops.aten
 _VIEWS = (_aten.view.default, _aten._unsafe_view.default)
+_MATRIX_PRODUCTS = (_aten.mm.default, _aten.addmm.default)
 _TRANSPOSES = (_aten.t.default, _aten.transpose.int, _aten.permute.default)
 
 
@@ -38,8 +40,9 @@ def program_of(forward: Callable[..., Any], given: Tensor) -> RowProgram:
         given: Its input.
 
     Raises:
-        NotRowWise: It is more than products of the rows with constant matrices,
-            elementwise ops between, and what may run as it is before and after.
+        NotRowWise: It is more than products of the rows with constant matrices, or
+            1x1 convolutions, elementwise ops between, and what may run as it is before
+            and after.
     """
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with fake, torch.enable_grad():
@@ -123,9 +126,11 @@ class _Noting(TorchDispatchMode):
         self._input: int | None = None  # of the products: a value of the lead
         self._hidden: dict[int, int] = {}  # id of a tensor -> step
         self._transposed: dict[int, Tensor] = {}  # id of a view -> its weight
-        self._keep: list[Any] = [given]  # so that no id is used twice
+        self._likes: dict[int, Tensor] = {}  # id of a constant -> fake
+        self._ops: list[Any] = []  # with their tensors, so that no id is used twice
         self._dtype = given.dtype
-        self._is_wide: tuple[int, ...] = ()  # rows, columns
+        self._is_of_convolutions = False
+        self._is_wide: tuple[int, ...] = ()  # rows, columns, and spatial ones
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -136,13 +141,25 @@ class _Noting(TorchDispatchMode):
             raise NotRowWise(
                 f"it runs {func.overloadpacket.__name__}"
             )  # before it does
-        made = func(*args, **kwargs)
+        made = func(*map(self._like, args), **kwargs)
         if not torch.is_grad_enabled():
             raise NotRowWise(f"it runs {func} without gradients")
         if func.namespace != "prim":  # a question, such as which device
-            self._keep.append((args, made))
-            self._note(func, args, kwargs, made)
+            self._ops.append((func, args, kwargs, made))
         return made
+
+    def _like(self, one: Any) -> Any:
+        """A fake tensor in place of a constant.
+
+        Results of fake kernels are cached for these alone: half the time.
+        """
+        if not _is_constant(one):
+            return one
+        if id(one) not in self._likes:
+            self._likes[id(one)] = torch.empty_strided(
+                one.shape, one.stride(), dtype=one.dtype, device=one.device
+            )
+        return self._likes[id(one)]
 
     def _note(self, func: Any, args: Any, kwargs: Any, made: Any) -> None:
         name = func.overloadpacket.__name__
@@ -150,9 +167,12 @@ class _Noting(TorchDispatchMode):
             return  # autograd keeps a result; ops that read it are refused
         if func in _TRANSPOSES and _is_matrix(args[0]):
             self._transposed[id(made)] = args[0]
-        elif func in (_aten.mm.default, _aten.addmm.default) and not kwargs:
+        elif func in _MATRIX_PRODUCTS and not kwargs:
             bias, first, second = (None, *args) if len(args) == 2 else args
             self._product(first, second, bias, made)
+        elif self._is_of_convolutions and _is_pointwise(func, args):
+            self._program.spatial = tuple(made.shape[2:])
+            self._product(args[0], args[1], args[2], made)
         elif self._tail is not None and self._runs_in_tail(func, name, args):
             self._tail.add(func, args, kwargs, made)
         elif self._runs_in_lead(func, name, args, kwargs):
@@ -185,17 +205,19 @@ class _Noting(TorchDispatchMode):
     def _view(self, source: Tensor, made: Tensor) -> None:
         """A view of the same rows."""
         same = made.dim() > 0 and made.shape[-1] == source.shape[-1]
-        if not same or id(source) not in self._hidden:
+        if self._program.spatial or not same or id(source) not in self._hidden:
             raise NotRowWise("it changes the shape of a value")
         self._hidden[id(made)] = self._hidden[id(source)]
 
     def _product(
         self, first: Tensor, second: Tensor, bias: Tensor | None, made: Tensor
     ) -> None:
+        """A product of matrices, or a 1x1 convolution."""
         program = self._program
-        is_transposed = id(second) in self._transposed
+        is_transposed = id(second) in self._transposed or made.dim() > 2
         weight = self._transposed.get(id(second), second)
-        if not _is_matrix(weight) or not (bias is None or _is_vector(bias, made)):
+        is_factor = _is_constant(weight) and weight.dim() == made.dim()
+        if not is_factor or not (bias is None or _is_bias(bias, made)):
             raise NotRowWise("a product has factors that are no parameters")
         if self._tail is not None:
             raise NotRowWise("it has products after its last one")
@@ -213,6 +235,8 @@ class _Noting(TorchDispatchMode):
             self._tail = _Whole(made, "output")
         else:
             raise NotRowWise("a product is of something else than its rows")
+        if made.dim() > 2 and not _has_layout_of(first, made):
+            raise NotRowWise("a convolution in it changes the memory layout")
 
     def _check_rows(self, first: Tensor) -> None:
         """Check the input of a product; the first one tells which it is."""
@@ -221,7 +245,8 @@ class _Noting(TorchDispatchMode):
             self._input, self._dtype = value, first.dtype
         if value != self._input:
             raise NotRowWise("its first products are of different tensors")
-        if not first.is_contiguous():
+        self._program.layout = format_of(first)
+        if not first.is_contiguous(memory_format=format_of(first)):
             raise NotRowWise("its input is not contiguous")
 
     def _elementwise(self, func: Any, args: Any, kwargs: Any, made: Tensor) -> None:
@@ -240,7 +265,9 @@ class _Noting(TorchDispatchMode):
         self._add(step, made)
 
     def _add(self, step: Product | Elementwise, made: Tensor) -> None:
-        wide = made.numel() // max(made.shape[-1], 1), made.shape[-1]
+        wide = tuple(made.shape)
+        if not self._program.spatial:
+            wide = made.numel() // max(made.shape[-1], 1), made.shape[-1]
         self._is_wide = self._is_wide or wide
         if made.dtype != self._dtype or wide != self._is_wide:
             raise NotRowWise("its hidden values differ in width or dtype")
@@ -258,6 +285,11 @@ class _Noting(TorchDispatchMode):
     def finish(self, made: Any) -> RowProgram:
         """The program, if the forward returned its last product."""
         program = self._program
+        self._is_of_convolutions = all(
+            op[0] not in _MATRIX_PRODUCTS for op in self._ops
+        )
+        for op in self._ops:
+            self._note(*op)
         used = {one for step in program.steps for one in values_read(step)}
         unused = {*range(len(program.steps))} - used - {program.result}
         if self._tail is None or not self._tail.is_last(made) or unused:
@@ -277,8 +309,24 @@ def _is_matrix(tensor: Any) -> bool:
     return _is_constant(tensor) and tensor.dim() == 2
 
 
-def _is_vector(tensor: Tensor, made: Tensor) -> bool:
-    return _is_constant(tensor) and tensor.shape == made.shape[-1:]
+def _is_bias(tensor: Tensor, made: Tensor) -> bool:
+    return _is_constant(tensor) and tensor.shape == made.shape[1:2]
+
+
+def _is_pointwise(func: Any, args: Any) -> bool:
+    """Whether an op is a 1x1 convolution over all channels, or its transpose."""
+    if func is not _aten.convolution.default:
+        return False
+    given, weight, _, *geometry = args
+    is_point = weight.shape[1:] == (given.shape[1], *(1 for _ in geometry[0]))
+    return is_point and tuple(geometry) == pointwise(given.dim())
+
+
+def _has_layout_of(one: Tensor, made: Tensor) -> bool:
+    """Whether the result of a convolution is laid out as tiles will write it."""
+    like = torch.empty_like(made, memory_format=format_of(one))
+    pairs = zip(like.stride(), made.stride(), made.shape, strict=True)
+    return all(a == b for a, b, size in pairs if size > 1)
 
 
 def _is_constant(tensor: Any) -> bool:

@@ -1,5 +1,6 @@
 """What a call whose rows are apart computes: products, and elementwise ops between.
 
+Products are of matrices, or 1x1 convolutions, whose rows are the samples of a batch.
 Ops before the first product and after the last one run as they are, on whole tensors.
 """
 
@@ -9,7 +10,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
+
+from ckplan.plan.tiles import RowTiles
 
 
 class NotRowWise(Exception):  # noqa: N818 - control flow, caught by the caller
@@ -20,7 +24,7 @@ class Operands(NamedTuple):
     """The tensors of one product: indices into ``RowProgram.operands``."""
 
     weight: int
-    is_transposed: bool  # as in nn.Linear, whose weight is [outputs, inputs]
+    is_transposed: bool  # as in nn.Linear and nn.Conv2d: [outputs, inputs, ...]
     bias: int | None
 
 
@@ -55,6 +59,8 @@ class RowProgram:
     steps: list[Product | Elementwise] = field(default_factory=list)
     final: Operands | None = None
     result: int = -1  # the step whose value the final product reads
+    spatial: tuple[int, ...] = ()  # sizes, of 1x1 convolutions in place of matrices
+    layout: torch.memory_format = torch.contiguous_format  # of the products' input
     # What runs as it is, on whole tensors. Value 0 is the input, or the last product's
     # output; others are results. The last one is the input of the first products, or
     # the output of the call. Parameters are arguments themselves.
@@ -85,9 +91,18 @@ class RowProgram:
         return [(n, s.of) for n, s in enumerate(self.steps) if isinstance(s, Product)]
 
     def weight(self, operands: tuple[Tensor, ...], of: Operands) -> Tensor:
-        """A weight as [inputs, outputs]."""
+        """The weight of a matrix product as [inputs, outputs]."""
         found = operands[of.weight]
         return found.t() if of.is_transposed else found
+
+    def sizes(self, of: Operands) -> tuple[int, int]:
+        """Inputs and outputs of a product."""
+        first, second, *_ = self.operands[of.weight].shape
+        return (second, first) if of.is_transposed else (first, second)
+
+    def cut_rows(self, tiles: RowTiles, size: int) -> list[slice]:
+        """Cut the rows; those of convolutions are samples."""
+        return tiles.of_samples(size) if self.spatial else tiles.of_rows(size)
 
 
 def values_read(step: Product | Elementwise) -> list[int]:

@@ -8,36 +8,30 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ckplan.applying.tiling.row_products import Products
 from ckplan.applying.tiling.row_program import (
     Elementwise,
-    Operands,
     Product,
-    RowProgram,
     Value,
     values_read,
 )
 
 
 def run_steps(
-    program: RowProgram,
-    operands: tuple[Tensor, ...],
-    rows: Tensor,
-    columns: slice,
-    *,
-    tracked: bool,
+    products: Products, rows: Tensor, columns: slice, *, tracked: bool
 ) -> tuple[Tensor, list[Tensor]]:
     """Compute the value that the final product reads, for some rows and columns.
 
     Args:
-        program: What to compute.
-        operands: Its parameters.
-        rows: Rows of the input, [r, D].
+        products: What to compute.
+        rows: Rows of the input, [r, D], or samples, [n, D, ...].
         columns: Of the hidden values.
         tracked: Whether autograd follows the elementwise ops.
 
     Returns:
         The value, and the results of the first products.
     """
+    program = products.program
     values: dict[int, Tensor] = {}
     leaves: list[Tensor] = []
     with torch.enable_grad() if tracked else nullcontext():
@@ -45,7 +39,7 @@ def run_steps(
             step = program.steps[number]
             if isinstance(step, Product):
                 with torch.no_grad():
-                    made = _times(program, operands, step.of, rows, columns)
+                    made = products.make(step.of, rows, columns)
                 if tracked:
                     leaves.append(made.requires_grad_())
             else:
@@ -54,19 +48,6 @@ def run_steps(
             for one in dead:
                 del values[one]
     return values.pop(program.result), leaves
-
-
-def _times(
-    program: RowProgram,
-    operands: tuple[Tensor, ...],
-    of: Operands,
-    rows: Tensor,
-    columns: slice,
-) -> Tensor:
-    weight = program.weight(operands, of)[:, columns]
-    if of.bias is None:
-        return torch.mm(rows, weight)
-    return torch.addmm(operands[of.bias][columns], rows, weight)
 
 
 def apply_step(step: Elementwise, values: dict[int, Tensor]) -> Tensor:

@@ -1,4 +1,4 @@
-"""Test whether MLPs give the same bits in tiles of rows, where the step will train.
+"""Test whether MLPs and attentions give the same bits in tiles, where they will train.
 
 As for heads (``tiled_bits.py``): on random values, for the shapes, dtype, device and
 number of threads of the step. Equal MLPs are tested once. Of MLPs that differ in rows
@@ -12,16 +12,20 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import replace
+from functools import partial
+from math import prod
+from typing import NamedTuple
 
 import torch
 
-from ckplan.applying.tiling import check_row_bits
+from ckplan.applying.tiling import check_attention_bits, check_row_bits
 from ckplan.applying.tiling.row_noting import program_of
 from ckplan.applying.tiling.row_program import NotRowWise, RowProgram
 from ckplan.graph.graph import Graph
-from ckplan.graph.records import TiledBits
+from ckplan.graph.records import RUNS_WHOLE, TensorType, TiledBits
 from ckplan.plan.tiles import RowTiles
-from ckplan.simulating.row_wise import RowOps
+from ckplan.simulating.attention_ops import attention_sizes
+from ckplan.simulating.row_ops import RowOps
 from ckplan.solving.tiled_rows import (
     ROW_COUNT,
     family_of,
@@ -30,6 +34,13 @@ from ckplan.solving.tiled_rows import (
 )
 from ckplan.tracing.costs.calibrate import Progress
 from ckplan.tracing.costs.cost_cache import Cost, CostCache
+from ckplan.tracing.steps.fake_forward import (
+    PLAIN,
+    Layouts,
+    Told,
+    layouts_of,
+    told_by_forward,
+)
 from ckplan.tracing.steps.tiled_bits import LONGEST_SECONDS, MARGIN
 from ckplan.training.failures import first_line
 from ckplan.training.free_memory import free_bytes
@@ -52,7 +63,8 @@ def with_tested_rows(
 ) -> Graph:
     """Add to a graph whether its MLPs give the same bits in tiles of rows.
 
-    An MLP that is too large to be tested gets a note; a graph without one stays.
+    A call that is too large to be tested gets a note, and so does one whose code does
+    not run in tiles, which no plan may have then. A graph without such calls stays.
 
     Args:
         graph: A step that was recorded for this machine.
@@ -61,33 +73,33 @@ def with_tested_rows(
         cache: Of the costs of that device.
         progress: Called with the progress.
     """
-    groups: dict[Hashable, list[int]] = {}
     calls = row_wise_calls(graph)
+    told = told_by_forward(graph, build, calls)
+    groups: dict[Hashable, list[int]] = {}
     for call, found in calls.items():
-        groups.setdefault(kind_of(graph, call, found), []).append(call)
+        layouts = told.layouts.get(graph.calls[call].fqn, PLAIN)
+        if call not in told.whole:
+            key = kind_of(graph, call, found), layouts
+            groups.setdefault(key, []).append(call)
     keys = {kind: _key(graph, kind, calls[of[0]]) for kind, of in groups.items()}
     tested = _tested_for(graph, groups, calls)
     ends = {end for of in tested.values() for end in of}
     known = cache.known([*keys.values()])
-    notes: list[str] = []
-    wanted: dict[Hashable, int] = {}
-    for kind, (first, *_) in groups.items():
-        if keys[kind] in known or kind not in ends:
-            continue
-        why = _too_large(graph, calls[first], device)
-        if why:
-            notes.append(_not_tested(graph, first, why))
-        else:
-            wanted[kind] = first
+    wanted = {k: of[0] for k, of in groups.items() if keys[k] not in known}
+    wanted = {kind: first for kind, first in wanted.items() if kind in ends}
     if wanted:
         (progress or (lambda what, done, total: None))("testing tiles", 0, 0)
-        programs = _programs(graph, build, device, calls, [*wanted.values()])
-        for kind, first in wanted.items():
-            cost = _test(programs[first], calls[first], device)
-            if isinstance(cost, str):
-                notes.append(_not_tested(graph, first, cost))
-            else:
-                known |= cache.learn({keys[kind]: cost})
+    results = _test_each(graph, build, told, calls, [*wanted.values()], device)
+    whole, notes = dict(told.whole), []
+    for kind, first in wanted.items():
+        result = results[first]
+        if isinstance(result, Cost):
+            known |= cache.learn({keys[kind]: result})
+        elif result.runs_whole:
+            whole |= dict.fromkeys(groups[kind], result.why)
+        else:
+            name = graph.calls[first]
+            notes.append(f"tiles of {name}: bits not tested: {result.why}")
     threads, counts = torch.get_num_threads(), _TILES.counts
     costs = {k: [known.get(keys[end]) for end in of] for k, of in tested.items()}
     tests = [
@@ -96,8 +108,46 @@ def with_tested_rows(
         if all(of)
         for call in groups[kind]
     ]
+    tests += [TiledBits(call, *counts, RUNS_WHOLE, threads) for call in whole]
+    notes += [
+        f"tiles of {graph.calls[call]}: it would run whole: {why}"
+        for call, why in whole.items()
+    ]
     more = (*graph.tiled, *sorted(tests, key=lambda one: one.call))
     return replace(graph, tiled=more, notes=(*graph.notes, *notes))
+
+
+class _NotTested(NamedTuple):
+    """Why there is no test."""
+
+    why: str
+    runs_whole: bool = False  # since its code does not run in tiles
+
+
+def _test_each(
+    graph: Graph,
+    build: Build,
+    told: Told,
+    calls: dict[int, RowOps],
+    wanted: list[int],
+    device: torch.device,
+) -> dict[int, Cost | _NotTested]:
+    """Call -> its difference, in place of seconds; or why there is no test."""
+    found: dict[int, Cost | _NotTested] = {}
+    programs: dict[int, list[RowProgram] | _NotTested] = {}
+    for call in wanted:
+        why = _too_large(graph, calls[call], device)
+        if why:
+            found[call] = _NotTested(why)
+    mlps = [one for one in wanted if calls[one].heads is None and one not in found]
+    if mlps:
+        programs = _programs(graph, build, told.layouts, calls, mlps)
+    for call in wanted:
+        if call in programs:
+            found[call] = _test(programs[call], calls[call], device)
+        elif call not in found:
+            found[call] = _test_attention(graph, calls[call], device)
+    return found
 
 
 def _tested_for(
@@ -119,43 +169,80 @@ def _tested_for(
 def _programs(
     graph: Graph,
     build: Build,
-    device: torch.device,
+    layouts: dict[str, Layouts],
     calls: dict[int, RowOps],
     wanted: list[int],
-) -> dict[int, RowProgram | str]:
-    """Call -> what its module computes, or why that is not known, in words."""
+) -> dict[int, list[RowProgram] | _NotTested]:
+    """Call -> what its module computes, by layout; or why that is not known."""
     try:
         modules = dict(build().model.named_modules())
     except Exception as error:
-        return dict.fromkeys(wanted, f"{type(error).__name__}: {first_line(error)}")
-    found: dict[int, RowProgram | str] = {}
+        why = f"{type(error).__name__}: {first_line(error)}"
+        return dict.fromkeys(wanted, _NotTested(why))
+    found: dict[int, list[RowProgram] | _NotTested] = {}
     for call in wanted:
-        whole = graph.calls[call]
-        is_first = calls[call].forward[0] == whole.start  # no norm comes before
-        of = calls[call].hidden if is_first else whole.arguments[0]
-        tensor = graph.storages[of].tensor
-        assert tensor is not None
-        dtype = getattr(torch, tensor.dtype)
-        given = torch.empty(tensor.shape, dtype=dtype, device=device)
+        tensor, name = _given(graph, call, calls[call]), graph.calls[call].fqn
+        module = modules[name]
+        device = next(module.parameters()).device
         try:
-            found[call] = program_of(modules[whole.fqn].forward, given)
+            found[call] = [
+                program_of(module.forward, _empty(tensor, layout, device))
+                for layout in layouts.get(name, PLAIN)
+            ]
         except NotRowWise as error:
-            found[call] = str(error)
+            # The shape of a matrix's rows is a guess: their storage may be a view.
+            found[call] = _NotTested(str(error), bool(calls[call].spatial))
     return found
 
 
-def _test(program: RowProgram | str, found: RowOps, device: torch.device) -> Cost | str:
-    """The difference, in place of seconds; or why there is no test, in words."""
-    if isinstance(program, str):
-        return program
+def _empty(
+    tensor: TensorType, layout: torch.memory_format, device: torch.device
+) -> torch.Tensor:
+    dtype = getattr(torch, tensor.dtype)
+    return torch.empty(tensor.shape, dtype=dtype, device=device, memory_format=layout)
+
+
+def _given(graph: Graph, call: int, found: RowOps) -> TensorType:
+    """What a call is given: the storage may show another shape than its view."""
+    if found.forward[0] != graph.calls[call].start:  # a norm comes first
+        tensor = graph.storages[graph.calls[call].arguments[0]].tensor
+        assert tensor is not None
+        return tensor
+    tensor = graph.storages[found.hidden].tensor
+    assert tensor is not None
+    if not found.spatial:
+        return tensor
+    channels = prod(tensor.shape) // (found.rows * prod(found.spatial))
+    return tensor._replace(shape=(found.rows, channels, *found.spatial))
+
+
+def _test(
+    programs: list[RowProgram] | _NotTested, found: RowOps, device: torch.device
+) -> Cost | _NotTested:
+    """Test an MLP."""
+    if isinstance(programs, _NotTested):
+        return programs
     warm_up_vector_kernels()
-    dtype = program.operands[0].dtype
+    check = partial(check_row_bits, rows=found.rows, device=device, tiles=_TILES)
     try:
-        bits = check_row_bits(
-            program, found.rows, dtype=dtype, device=device, tiles=_TILES
-        )
+        far = [check(one, dtype=one.operands[0].dtype).difference for one in programs]
     except (RuntimeError, MemoryError) as error:
-        return first_line(error)
+        return _NotTested(first_line(error))
+    return Cost(MARGIN * max(far), 0, 0, measured=True)
+
+
+def _test_attention(
+    graph: Graph, found: RowOps, device: torch.device
+) -> Cost | _NotTested:
+    """Test an attention."""
+    warm_up_vector_kernels()
+    tensor = graph.storages[graph.ops[found.forward[0]].outputs[0]].tensor
+    assert tensor is not None
+    sizes, dtype = attention_sizes(graph, found), getattr(torch, tensor.dtype)
+    try:
+        bits = check_attention_bits(sizes, dtype=dtype, device=device, tiles=_TILES)
+    except (RuntimeError, MemoryError) as error:
+        return _NotTested(first_line(error))
     return Cost(MARGIN * bits.difference, 0, 0, measured=True)
 
 
@@ -167,9 +254,10 @@ def _key(graph: Graph, kind: Hashable, found: RowOps) -> str:
 
 
 def _too_large(graph: Graph, found: RowOps, device: torch.device) -> str:
-    """Why an MLP is not tested, in words; "" if it is."""
+    """Why a call is not tested, in words; "" if it is."""
     numbers = (*found.forward, *found.backward)
-    seconds = _RUNS * sum(graph.ops[number].seconds for number in numbers)
+    runs = _RUNS * (len(layouts_of(found)) if found.heads is None else 2)
+    seconds = runs * sum(graph.ops[number].seconds for number in numbers)
     if seconds > LONGEST_SECONDS:
         return f"it would take {seconds:.0f} s"
     if _AT_ONCE * sum(_sizes(graph, numbers)) > free_bytes(device):
@@ -182,7 +270,3 @@ def _sizes(graph: Graph, numbers: tuple[int, ...]) -> Iterator[int]:
     ops = [graph.ops[number] for number in numbers]
     for storage in {s for op in ops for s in (*op.reads, *op.outputs)}:
         yield graph.storages[storage].bytes
-
-
-def _not_tested(graph: Graph, call: int, why: str) -> str:
-    return f"tiles of {graph.calls[call]}: bits not tested: {why}"

@@ -1,0 +1,19 @@
+"""Which calls hold an attention that is written out."""
+
+from __future__ import annotations
+
+from ckplan.graph.graph import Graph
+
+PRODUCT, SOFTMAX = "bmm", "_softmax"
+"""Ops of an attention: of queries and keys, or with values; and between."""
+
+
+def has_attention(graph: Graph, call: int) -> bool:
+    """Whether a call itself multiplies heads before and after a softmax."""
+    one = graph.calls[call]
+    names = [
+        op.name
+        for op in graph.ops[one.start : one.stop]
+        if op.name == SOFTMAX or (op.name == PRODUCT and op.call == call)
+    ]
+    return SOFTMAX in names and len(names) > 2
