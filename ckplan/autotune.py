@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from ckplan.errors import WorkloadError
 from ckplan.graph.graph import Graph
-from ckplan.graph.records import BEFORE_STEP
-from ckplan.graph.updates import with_update_of
 from ckplan.solving.planner import Planner
 from ckplan.solving.solve import limit_of_objective
 from ckplan.tracing.other_steps import OtherSteps
@@ -27,6 +26,8 @@ from ckplan.tuning.tuned import Tuned
 
 if TYPE_CHECKING:
     from torch import nn
+
+    from ckplan.compiling.with_update import CompiledSteps
 
 
 def tune(
@@ -199,7 +200,7 @@ def recorder_of_spec(
         at_rows = replace(spec, rows=rows, options=options)
         if way.compiled:
             step = record(replace(way, compiled=False), rows, accumulate)
-            return compiled.with_update(at_rows, step)
+            return compiled().with_update(at_rows, step)
         check = not proved.has(way)
         graph = profile_workload(
             at_rows,
@@ -213,71 +214,15 @@ def recorder_of_spec(
         steps.learn(way, rows, accumulate, graph)
         return graph
 
-    proved, steps, compiled = _ProvedPaths(), _KnownSteps(), _CompiledSteps(how)
+    @cache
+    def compiled() -> CompiledSteps:
+        from ckplan.compiling.with_update import CompiledSteps
+
+        return CompiledSteps(how)
+
+    proved, steps = _ProvedPaths(), _KnownSteps()
     rows, record = spec.rows or spec_rows(spec), Recorder(profiled)
     return record, rows, way
-
-
-class _CompiledSteps:
-    """Steps whose forward, loss and backward are compiled, traced once each."""
-
-    def __init__(self, how: Mapping[str, Any]) -> None:
-        """Nothing is traced yet.
-
-        Args:
-            how: Keyword arguments of ``profile_workload``.
-        """
-        self._how = {key: how[key] for key in ("gpu", "host", "seed") if key in how}
-        self._known: dict[str, Graph] = {}
-
-    def with_update(self, spec: WorkloadSpec, step: Graph) -> Graph:
-        """The compiled step of a workload; its update is that of the uncompiled one.
-
-        Raises:
-            WorkloadError: It is for the CPU, accumulates, or cannot be traced compiled.
-        """
-        of_card = self._how.get("gpu") is not None
-        if not of_card or step.num_batches > 1:
-            raise WorkloadError(
-                "cannot tune a compiled step "
-                + ("that accumulates" if of_card else "without a card"),
-                needed="a step of one micro-batch, for a card: the peak of code for "
-                "the CPU is known where it is generated",
-                hint="ckplan.compile(model, '80%'), or ckplan compare model.py "
-                "--compile",
-            )
-        found = with_update_of(self._traced(spec), step)
-        if found is None:
-            raise WorkloadError(
-                "cannot tune the compiled step: its parameters and gradients are not "
-                "those of the uncompiled one",
-                needed="an optimizer that updates what the compiled step trains",
-                hint="leave out --allow compile",
-            )
-        return found
-
-    def _traced(self, spec: WorkloadSpec) -> Graph:
-        key = str(spec)
-        if key not in self._known:
-            import torch
-
-            from ckplan.compiling.elsewhere import NOTE_NO_OPTIMIZER
-            from ckplan.compiling.step import profile_compiled
-
-            torch.compiler.reset()  # it compiles a function for few shapes
-            graph = profile_compiled(spec, **self._how)
-            notes = (note for note in graph.notes if note != NOTE_NO_OPTIMIZER)
-            # What backward begins with is no gradient of a parameter.
-            storages = (
-                replace(one, kind="temporary")
-                if one.kind == "gradient" and one.maker == BEFORE_STEP
-                else one
-                for one in graph.storages
-            )
-            self._known[key] = replace(
-                graph, storages=tuple(storages), notes=tuple(notes)
-            )
-        return self._known[key]
 
 
 class _ProvedPaths:

@@ -87,7 +87,8 @@ ROOMS: dict[str, set[str]] = {
     | {"compiling", "applying.hooks", "tracing", "tracing.faking", "tracing.recording"}
     | {"tracing.costs", "tracing.cuda"},
     "integrations": BASICS | WAISTS | {"applying", "solving", "tracing", "training"},
-    "autotune": BASICS | {"graph", "training", "solving", "tuning", "tracing"},
+    "autotune": BASICS
+    | {"graph", "training", "solving", "tuning", "tracing", "compiling"},
     "auto": BASICS
     | {"training", "solving", "tuning", "applying", "tracing", "autotune"},
     "report": BASICS
