@@ -78,6 +78,7 @@ class Batches:
         self.corrected: list[int] = []  # where the recorded step was not as drawn
         self._ends: dict[int, Graph] = {}  # of lines: recorded, and the second probe
         self._lines: dict[tuple[int, int], StepLine] = {}
+        self._not_on_lines: dict[tuple[int, int], str] = {}  # pairs of ends -> why
         self._totals: dict[tuple[int, int, int], tuple[_Totals, ...]] = {}
         self._drawn: dict[tuple[int, int], Graph] = {}
         self._planners: dict[tuple[int, int], Planner] = {}
@@ -210,20 +211,20 @@ class Batches:
         Then another batch was recorded, or every one is from now on.
         """
         for few, many in self._pairs(rows):
-            small, large = self._ends[few], self._ends[many]
-            line = self._lines.setdefault(
-                (few, many), StepLine(small, large, few, many)
-            )
-            try:
-                line.check(rows)
-            except GraphError as error:
-                why = error.what
-            else:
+            if (few, many) not in self._lines:
+                small, large = self._ends[few], self._ends[many]
+                line = self._lines[few, many] = StepLine(small, large, few, many)
+                try:
+                    line.check(rows)
+                except GraphError as error:
+                    self._not_on_lines[few, many] = error.what
+            if (few, many) not in self._not_on_lines:
                 return few, many
-        if len(self._ends) < _MOST_PROBES:  # larger batches may run the same ops
-            self.recorded_at(2 * max(self._ends))
+        of_card = self.any_recorded.costs != MEASURED  # nothing runs to record it
+        if of_card and len(self._ends) < _MOST_PROBES:
+            self.recorded_at(2 * max(self._ends))  # two larger ones may run the same
         else:
-            self.not_linear = why
+            self.not_linear = next(reversed(self._not_on_lines.values()))
         return None
 
     def _pairs(self, rows: int) -> Iterable[tuple[int, int]]:
