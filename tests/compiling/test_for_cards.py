@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from ckplan.gpus import find
 from ckplan.graph.graph import Graph
 from ckplan.graph.records import BEFORE_STEP
 from ckplan.plan.file import load as load_plan
+from ckplan.tracing.cuda import compiled_as_cuda
 from ckplan.training.loading import WorkloadSpec
 from ckplan.training.workload import Workload
 from ckplan.units import in_blocks
@@ -181,6 +183,21 @@ def test_attention_norms_and_autocast_are_as_cuda_does_them(
     assert not any("efficient" in one or one == "flash_attention" for one in here)
     again = [op.name for op in profile_compiled(spec, gpu=CARD).ops]
     assert again == names
+
+
+def test_another_thread_compiles_for_the_cpu_meanwhile(folder: Path) -> None:
+    (folder / "attends.py").write_text(ATTENDS)
+    found: list[str] = []
+
+    def compile_here() -> None:
+        found.extend(op.name for op in profile_compiled("attends.py").ops)
+
+    with compiled_as_cuda((8, 9)):
+        thread = Thread(target=compile_here)
+        thread.start()
+        thread.join()
+    assert "bmm" in found
+    assert not any("efficient" in one for one in found)
 
 
 @pytest.mark.parametrize("moves", [False, True])
