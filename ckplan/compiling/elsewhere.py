@@ -113,7 +113,10 @@ def _joint_graph(workload: Workload, step_of: Any, gpu: Gpu) -> JointGraph:
 
     def only_trace(graph: fx.GraphModule, inputs: Sequence[Any]) -> Any:
         with errors_pass():
-            found.append(DynamoGraph(graph, inputs, {}).trace())
+            try:
+                found.append(DynamoGraph(graph, inputs, {}).trace())
+            except Exception as error:  # whatever AOTAutograd cannot trace
+                raise _not_traced(gpu, _said(error)) from error
         return graph.forward
 
     compiled, uncompiled = step_of(workload, only_trace)
@@ -131,9 +134,7 @@ def _joint_graph(workload: Workload, step_of: Any, gpu: Gpu) -> JointGraph:
     except CkplanError:
         raise
     except Exception as error:
-        raise _not_traced(
-            gpu, f"{type(error).__name__}: {first_line(error)}"
-        ) from error
+        raise _not_traced(gpu, _said(error)) from error
     if not found or found[-1] is None:
         raise WorkloadError(
             "cannot trace a compiled step: nothing requires a gradient",
@@ -149,3 +150,7 @@ def _not_traced(gpu: Gpu, why: str) -> WorkloadError:
         needed="a step that compiles as one graph, of ops that run on fake tensors",
         hint="ckplan profile without --compile; or without --gpu, for the CPU",
     )
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {first_line(error)}"

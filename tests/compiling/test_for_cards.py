@@ -88,8 +88,18 @@ class Moves(nn.Linear):
     def forward(self, x):
         return super().forward(x).to("cuda").sum()
 
-def build(moves=False):
-    return (Moves if moves else Reads)(3, 3), torch.randn(2, 3)
+class Recurs(nn.LSTM):
+    def forward(self, x):
+        return super().forward(x)[0].sum()
+
+class Asks(nn.Linear):
+    def forward(self, x):
+        if torch.cuda.get_device_capability() >= (8, 0):
+            x = x.bfloat16().float()
+        return super().forward(x).sum()
+
+def build(kind):
+    return globals()[kind](3, 3), torch.randn(2, 2, 3)
 """
 
 CARD = "RTX 4090"
@@ -200,13 +210,18 @@ def test_another_thread_compiles_for_the_cpu_meanwhile(folder: Path) -> None:
     assert not any("efficient" in one for one in found)
 
 
-@pytest.mark.parametrize("moves", [False, True])
+@pytest.mark.filterwarnings("ignore:Error detected in CudnnRnn")
+@pytest.mark.parametrize("kind", ["Reads", "Moves", "Recurs", "Asks"])
 def test_what_fake_tensors_cannot_carry_is_said_in_three_lines(
-    folder: Path, moves: bool
+    folder: Path, kind: str
 ) -> None:
     (folder / "reads.py").write_text(READS)
-    with pytest.raises(WorkloadError, match="for RTX 4090 without a card: ") as said:
-        profile_compiled(WorkloadSpec("reads.py", {"moves": moves}), gpu=CARD)
+    spec = WorkloadSpec("reads.py", {"kind": kind})
+    with (
+        torch._dynamo.config.patch(allow_rnn=True),
+        pytest.raises(WorkloadError, match="for RTX 4090 without a card: ") as said,
+    ):
+        profile_compiled(spec, gpu=CARD)
     assert len(str(said.value).splitlines()) == 3
 
 
