@@ -17,7 +17,7 @@ import ckplan
 from ckplan.compiling import planned_backend, refusals
 from ckplan.compiling.graph import as_graph
 from ckplan.compiling.step import parts_of, profile_compiled
-from ckplan.errors import ApplyError, PlanError, WorkloadError
+from ckplan.errors import ApplyError, CkplanError, PlanError, WorkloadError
 from ckplan.gpus import find
 from ckplan.graph.graph import Graph
 from ckplan.graph.records import BEFORE_STEP
@@ -169,6 +169,14 @@ def test_commands_take_such_a_step_and_say_that_it_is_simulated(
     assert more.code == 0
     tuned = run("tune", "t.json.gz", "more.json.gz", "--gpu", CARD, "--json")
     assert tuned.code == 0, tuned.err
+
+
+def test_what_compiled_code_cannot_do_on_another_card_is_said(on_card: Graph) -> None:
+    with pytest.raises(CkplanError, match="tiles in the compiled step of 'Model'"):
+        ckplan.solve(on_card, budget="80%", allow=["tiles"])
+    with pytest.raises(CkplanError, match="seconds of RTX 4090") as refused:
+        ckplan.solve(on_card, gpu="L4")
+    assert refused.value.hint == "ckplan profile model.py --compile --gpu L4"
 
 
 def test_another_processor_launches_at_its_own_speed(model: str) -> None:
