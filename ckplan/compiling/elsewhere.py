@@ -15,12 +15,14 @@ from typing import Any
 import torch
 from torch import fx
 
+from ckplan.compiling.card_plans import CardStep, divided_plans
 from ckplan.compiling.finding import run_uncompiled
 from ckplan.compiling.graph import as_graph
 from ckplan.compiling.lowering import DynamoGraph
 from ckplan.compiling.partition import JointGraph
 from ckplan.compiling.refusals import check_same_graph
 from ckplan.compiling.saved_values import flat, saved_by
+from ckplan.compiling.search import Progress
 from ckplan.compiling.torch_errors import errors_pass
 from ckplan.errors import CkplanError, GraphBreakError, WorkloadError
 from ckplan.gpus import DEFAULT, Gpu, find
@@ -48,6 +50,7 @@ def profile_for_card(
     *,
     seed: int = 0,
     host: float = 1.0,
+    progress: Progress | None = None,
 ) -> Graph:
     """Trace a workload's compiled step as that of a card, running no kernel.
 
@@ -58,6 +61,7 @@ def profile_for_card(
         gpu: The card; seconds come from its roofline.
         seed: Seed of all random numbers.
         host: Speed of the processor beside the card, relative to this one.
+        progress: Told of the work.
 
     Returns:
         The step, forward, loss and backward; its bytes in blocks of CUDA's allocator.
@@ -71,17 +75,22 @@ def profile_for_card(
         workload = make()
     with fake, compiled_as_cuda(gpu.capability) as words:
         joint = _joint_graph(workload, step_of, gpu)
-    graph = as_graph(joint, type(workload.model).__name__, gpu=gpu).graph
+    step = as_graph(joint, type(workload.model).__name__, gpu=gpu)
+
+    def finish(graph: Graph) -> Graph:
+        return on_host(in_allocator_blocks(graph, gpu.capability), host)
+
+    generated = divided_plans(CardStep(joint, step, gpu, finish), progress)
     shapes = fingerprint(workload, torch.device("cuda"))["batch"]
     notes = (
         f"traced under fake tensors, translated to CUDA on {gpu.name}",
         *(f"as CUDA does it: {what}" for what in words),
-        f"the peak is {_SIMULATED}",
+        f"peaks are {_SIMULATED}",
         _OPTIMIZER,
     )
-    known = {**graph.fingerprint, "batch": shapes}
-    graph = replace(graph, fingerprint=known, notes=notes)
-    return on_host(in_allocator_blocks(graph, gpu.capability), host)
+    known = {**step.graph.fingerprint, "batch": shapes}
+    graph = replace(step.graph, fingerprint=known, notes=notes)
+    return replace(finish(graph), generated=tuple(generated))
 
 
 def saved_on_card(plan: Plan, joint: JointGraph) -> frozenset[str] | None:
