@@ -15,12 +15,14 @@ from typing import Any
 import torch
 from torch import fx
 
+from ckplan.compiling.card_plans import CardStep, divided_plans
 from ckplan.compiling.finding import run_uncompiled
 from ckplan.compiling.graph import as_graph
 from ckplan.compiling.lowering import DynamoGraph
 from ckplan.compiling.partition import JointGraph
 from ckplan.compiling.refusals import check_same_graph
 from ckplan.compiling.saved_values import flat, saved_by
+from ckplan.compiling.search import Progress
 from ckplan.compiling.torch_errors import errors_pass
 from ckplan.errors import CkplanError, GraphBreakError, WorkloadError
 from ckplan.gpus import DEFAULT, Gpu, find
@@ -50,6 +52,7 @@ def profile_for_card(
     *,
     seed: int = 0,
     host: float = 1.0,
+    progress: Progress | None = None,
 ) -> Graph:
     """Trace a workload's compiled step as that of a card, running no kernel.
 
@@ -60,6 +63,7 @@ def profile_for_card(
         gpu: The card; seconds come from its roofline.
         seed: Seed of all random numbers.
         host: Speed of the processor beside the card, relative to this one.
+        progress: Told of the work.
 
     Returns:
         The step, forward, loss and backward; its bytes in blocks of CUDA's allocator.
@@ -73,17 +77,22 @@ def profile_for_card(
         workload = make()
     with fake, compiled_as_cuda(gpu.capability) as words:
         joint = _joint_graph(workload, step_of, gpu)
-    graph = as_graph(joint, type(workload.model).__name__, gpu=gpu).graph
+    step = as_graph(joint, type(workload.model).__name__, gpu=gpu)
+
+    def finish(graph: Graph) -> Graph:
+        return on_host(in_allocator_blocks(graph, gpu.capability), host)
+
+    generated = divided_plans(CardStep(joint, step, gpu, finish), progress)
     shapes = fingerprint(workload, torch.device("cuda"))["batch"]
     notes = (
         f"traced under fake tensors, translated to CUDA on {gpu.name}",
         *(f"as CUDA does it: {what}" for what in words),
-        f"the peak is {_SIMULATED}",
+        f"peaks are {_SIMULATED}",
         NOTE_NO_OPTIMIZER,
     )
-    known = {**graph.fingerprint, "batch": shapes}
-    graph = replace(graph, fingerprint=known, notes=notes)
-    return on_host(in_allocator_blocks(graph, gpu.capability), host)
+    known = {**step.graph.fingerprint, "batch": shapes}
+    graph = replace(step.graph, fingerprint=known, notes=notes)
+    return replace(finish(graph), generated=tuple(generated))
 
 
 def saved_on_card(plan: Plan, joint: JointGraph) -> frozenset[str] | None:
@@ -115,7 +124,10 @@ def _joint_graph(workload: Workload, step_of: Any, gpu: Gpu) -> JointGraph:
 
     def only_trace(graph: fx.GraphModule, inputs: Sequence[Any]) -> Any:
         with errors_pass():
-            found.append(DynamoGraph(graph, inputs, {}).trace())
+            try:
+                found.append(DynamoGraph(graph, inputs, {}).trace())
+            except Exception as error:  # whatever AOTAutograd cannot trace
+                raise _not_traced(gpu, _said(error)) from error
         return graph.forward
 
     compiled, uncompiled = step_of(workload, only_trace)
@@ -133,9 +145,7 @@ def _joint_graph(workload: Workload, step_of: Any, gpu: Gpu) -> JointGraph:
     except CkplanError:
         raise
     except Exception as error:
-        raise _not_traced(
-            gpu, f"{type(error).__name__}: {first_line(error)}"
-        ) from error
+        raise _not_traced(gpu, _said(error)) from error
     if not found or found[-1] is None:
         raise WorkloadError(
             "cannot trace a compiled step: nothing requires a gradient",
@@ -151,3 +161,7 @@ def _not_traced(gpu: Gpu, why: str) -> WorkloadError:
         needed="a step that compiles as one graph, of ops that run on fake tensors",
         hint="ckplan profile without --compile; or without --gpu, for the CPU",
     )
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {first_line(error)}"

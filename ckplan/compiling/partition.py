@@ -19,6 +19,9 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from ckplan.compiling import nodes
 from ckplan.compiling.torch_names import (
+    IN_FORWARD,
+    PLACE,
+    PRIMALS,
     TANGENTS,
     CustomPartitionerFn,
     Parts,
@@ -192,6 +195,7 @@ def divide(
             hint="plan again: ckplan.compile(model, budget)",
         )
     changed = nodes.changed_inputs(joint.graph)
+    _move_to_forward(joint.graph, saved)
     for node in _before_gradients(joint.graph):
         if node.op in ("call_function", "get_attr"):
             keep = node.name in saved or _made_once(node, changed)
@@ -257,6 +261,33 @@ def _before_gradients(graph: fx.Graph) -> Iterator[fx.Node]:
             after.add(node)
         else:
             yield node
+
+
+def _move_to_forward(graph: fx.Graph, saved: Collection[str]) -> None:
+    """Move what is saved, and needs no gradient, among the nodes of forward.
+
+    The formula of a backward makes some values of forward's alone, such as the inverse
+    deviation of a norm by its width. torch's own choice may save them. They stand among
+    the nodes of backward, of which the partitioner saves none.
+    """
+    last = next(
+        node
+        for node in reversed(graph.nodes)
+        if node.meta.get(PLACE) == IN_FORWARD or node.name.startswith(PRIMALS)
+    )
+    order = {node: number for number, node in enumerate(graph.nodes)}
+    ours = {*_before_gradients(graph)}
+    late: set[fx.Node] = set()
+    todo = [node for node in ours if node.name in saved]
+    while todo:
+        node = todo.pop()
+        if order[node] > order[last] and node not in late:
+            late.add(node)
+            todo += node.all_input_nodes
+    for node in sorted(late, key=order.__getitem__):
+        last.append(node)
+        last = node
+        node.meta[PLACE] = IN_FORWARD
 
 
 def _made_once(node: fx.Node, changed: Collection[fx.Node]) -> bool:

@@ -161,7 +161,9 @@ def profile_compiled(
     target = find_target(device or ("cpu" if gpu is None else "cuda"), gpu, host)
     if target.device.type == "cuda":
         make, card = as_spec(spec).load(), target.gpu or find(DEFAULT)
-        return profile_for_card(make, _steps, card, seed=seed, host=host)
+        return profile_for_card(
+            make, _steps, card, seed=seed, host=host, progress=progress
+        )
     if gpu is not None:
         raise CkplanError(
             f"cannot trace a compiled step with bytes of the CPU and seconds of {gpu}",

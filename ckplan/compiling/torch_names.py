@@ -54,7 +54,9 @@ __all__ = [
     "EXAMPLE",
     "EXTERN_KERNELS",
     "FORWARD_OF_BACKWARD",
+    "IN_FORWARD",
     "MISSING",
+    "PLACE",
     "PRIMALS",
     "QUICK",
     "TANGENTS",
@@ -95,6 +97,8 @@ PRIMALS, TANGENTS = "primals_", "tangents_"
 """How the inputs of a joint graph are called: those of forward, and the gradients."""
 FORWARD_OF_BACKWARD = "fwd_nn_module_stack"
 """Where a node of backward keeps the modules that ran its forward."""
+PLACE, IN_FORWARD = "partitioner_tag", "is_forward"
+"""Where a node of a joint graph keeps that it is one of forward, and what it keeps."""
 COMPILED = "_torchdynamo_orig_callable"  # attribute of a compiled function
 COMPILES_KERNELS = "from torch._inductor.async_compile import AsyncCompile"
 EXTERN_KERNELS = "from torch._inductor.select_algorithm import extern_kernels"

@@ -78,4 +78,5 @@ def profile_command(graph: Graph, card: gpus.Gpu | None) -> str:
     workload = as_arguments(known) if "target" in known else "model.py"
     is_cuda = card is not None and card.platform == "cuda"
     name = card.name if card is not None and is_cuda else gpus.DEFAULT
-    return f"ckplan profile {workload} --gpu {shlex.quote(name)}"
+    how = " --compile" if "compiled" in graph.fingerprint else ""
+    return f"ckplan profile {workload}{how} --gpu {shlex.quote(name)}"

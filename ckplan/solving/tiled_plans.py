@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cached_property, partial
 
-from ckplan.errors import PlanError
+from ckplan.errors import CkplanError, PlanError
 from ckplan.graph.graph import Graph
 from ckplan.graph.records import OUTSIDE_CALLS
 from ckplan.plan.region import TILES, Region
@@ -64,9 +64,16 @@ class TilingPlanner:
             close: Whether tiles may round results in another place.
 
         Raises:
+            CkplanError: The step is compiled.
             PlanError: No call can run in tiles.
         """
         graph = planner.graph
+        if "compiled" in graph.fingerprint:
+            raise CkplanError(
+                f"cannot plan tiles in the compiled step of '{graph.model}'",
+                needed="an uncompiled step: compiled code keeps or recomputes",
+                hint="leave out --allow tiles, or a trace made without --compile",
+            )
         self._planner, self._link = planner, link
         self._rows = find_tileable_rows(graph, close=close)
         self._heads = heads_in_tiles(graph, close=close, needed=not self._rows)

@@ -135,14 +135,14 @@ def verify_compiled(
         loss = parted_loss
         compiled[False] = loss(workload, in_order)
         plain = _results(workload, compiled[False], seed)
-    bare_bytes = None
+    bare = None
     if eager is not None:
-        bare_bytes = parts_of(workload, progress).unplanned_peak_bytes
+        bare = parts_of(workload, progress)
         apply(workload.model, eager)
         loss, steps = parted_loss, 0
     compiled[True] = loss(workload, planned_backend)
     first = {False: plain, True: _results(workload, compiled[True], seed)}
-    chosen = planned_step(planned_backend, bare_bytes)
+    chosen = planned_step(planned_backend, bare)
     remove(workload.model)
     seconds = _seconds(workload, compiled, steps, seed)
     apart = _apart(workload, first, uncompiled, seed, lambda one: loss(one, in_order))

@@ -16,10 +16,12 @@ from torch._functorch.compilers import nop
 
 import ckplan
 from ckplan.compiling import nodes
-from ckplan.compiling.partition import Partitioner, read_changed
+from ckplan.compiling.partition import JointGraph, Partitioner, read_changed
 from ckplan.compiling.replay import Replayed
 from ckplan.compiling.search import CompiledPlanner
+from ckplan.compiling.step import parts_of
 from ckplan.compiling.torch_names import default_parts
+from ckplan.training.workload import Workload
 from ckplan.verifying import compiled_comparison
 
 
@@ -138,3 +140,40 @@ def test_modules_that_dynamo_finds_in_a_dictionary_have_their_path() -> None:
     node.meta["nn_module_stack"] = {path: (path, "Linear") for path in paths}
     found = nodes.modules_around(node)
     assert found == (("encoder.blocks.0", "Linear"), ("head", "Linear"))
+
+
+class Norms(nn.Module):
+    """Backward of a norm makes a value of forward's alone, which torch saves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(32) for _ in range(3))
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for norm, layer in zip(self.norms, self.layers, strict=True):
+            x = x + layer(norm(x))
+        return x.square().mean()
+
+
+def test_all_that_torch_saves_can_be_saved() -> None:
+    model, x = Norms(), torch.randn(16, 32)
+    parts = parts_of(Workload(model, (x,)))
+    (planner,) = parts.planners.values()
+    own = planner.joint
+
+    def read(joint: JointGraph) -> set[str]:
+        inputs = joint.backward.graph.find_nodes(op="placeholder")
+        return {one.name for one in inputs}
+
+    made = {one.name: one for one in own.module.graph.nodes}
+    wanted = {nodes.base_of(made[name]).name for name in read(own)}
+    saved = {name for name in wanted if made[name].op == "call_function"}
+    assert any("div" in name for name in saved)
+    divided = own.divided(saved)
+    assert read(divided) >= saved
+    here, there = (
+        sum(len([*nodes.ops_of(half.graph)]) for half in (one.forward, one.backward))
+        for one in (own, divided)
+    )
+    assert there <= here  # nothing else is computed again

@@ -447,6 +447,10 @@ def test_one_plan_file_is_for_compiled_and_eager_code(run: Run, folder: Path) ->
     assert all_kept - kept == 512 * 256 * 4
     both = run(*words[:2], "both.yaml", *words[2:], *budget[:2])
     assert "a plan is for code that runs uncompiled" in " ".join(both.err.split())
+    torch._dynamo.reset()
+    (folder / "eager.yaml").write_text("ckplan: 1\nregions: [{calls: second}]\n")
+    amiss = run(*words[:2], "eager.yaml", *words[2:], *budget[:2])
+    assert "cannot plan second for eager code: it compiles" in amiss.err
     alone = run(*words[:2], "eager.yaml", *words[2:])
     assert "it is for uncompiled code" in alone.err
 

@@ -29,6 +29,7 @@ and is *translated* while it runs (``cpu_as_cuda``). The modules serve these way
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -209,14 +210,23 @@ def _forget_kernels(names: Iterable[str]) -> None:
 
 
 def _for_fakes(table: Mapping[str, Callable[..., Any]]) -> dict[str, Any]:
-    """Wrap kernels so that real tensors still run torch's composites."""
+    """Wrap kernels so that real tensors still run torch's composites.
+
+    So does what the compiler traces in another thread, which is not for a GPU.
+    """
+    here = threading.get_ident()
+
+    def is_traced(tensor: torch.Tensor) -> bool:
+        by_compiler = isinstance(tensor, FunctionalTensor)
+        return isinstance(tensor, FakeTensor) or (
+            by_compiler and threading.get_ident() == here
+        )
 
     def guarded(name: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
         torchs = partial(composite, name)
 
         def run(first: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            is_traced = isinstance(first, FakeTensor | FunctionalTensor)
-            chosen = kernel if is_traced else torchs
+            chosen = kernel if is_traced(first) else torchs
             return chosen(first, *args, **kwargs)
 
         return run
