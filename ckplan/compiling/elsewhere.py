@@ -52,6 +52,7 @@ def profile_for_card(
     *,
     seed: int = 0,
     host: float = 1.0,
+    plans: bool = True,
     progress: Progress | None = None,
 ) -> Graph:
     """Trace a workload's compiled step as that of a card, running no kernel.
@@ -63,6 +64,8 @@ def profile_for_card(
         gpu: The card; seconds come from its roofline.
         seed: Seed of all random numbers.
         host: Speed of the processor beside the card, relative to this one.
+        plans: Whether to divide the joint graph by every plan that a budget may get;
+            without them, no plan is known.
         progress: Told of the work.
 
     Returns:
@@ -82,7 +85,9 @@ def profile_for_card(
     def finish(graph: Graph) -> Graph:
         return on_host(in_allocator_blocks(graph, gpu.capability), host)
 
-    generated = divided_plans(CardStep(joint, step, gpu, finish), progress)
+    generated = []
+    if plans:
+        generated = divided_plans(CardStep(joint, step, gpu, finish), progress)
     shapes = fingerprint(workload, torch.device("cuda"))["batch"]
     notes = (
         f"traced under fake tensors, translated to CUDA on {gpu.name}",

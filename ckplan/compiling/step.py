@@ -133,6 +133,7 @@ def profile_compiled(
     device: str | None = None,
     gpu: str | None = None,
     host: float = 1.0,
+    plans: bool = True,
     progress: Progress | None = None,
 ) -> Graph:
     """Trace a workload's compiled step, forward, loss and backward, as a ``Graph``.
@@ -150,6 +151,7 @@ def profile_compiled(
             nothing runs and nothing is replayed: see ``elsewhere.py``.
         gpu: A card of ``ckplan gpus``; its roofline gives seconds.
         host: Speed of the processor beside the card, relative to this one.
+        plans: Of a card, whether to look for plans.
         progress: Told of the work.
 
     Raises:
@@ -162,7 +164,7 @@ def profile_compiled(
     if target.device.type == "cuda":
         make, card = as_spec(spec).load(), target.gpu or find(DEFAULT)
         return profile_for_card(
-            make, _steps, card, seed=seed, host=host, progress=progress
+            make, _steps, card, seed=seed, host=host, plans=plans, progress=progress
         )
     if gpu is not None:
         raise CkplanError(
