@@ -28,9 +28,7 @@ from _kept_rows import KeptRows
 
 from ckplan.autotune import recorder_of_spec
 from ckplan.graph.graph import Graph
-from ckplan.plan.plan import Plan, plan_fingerprint
 from ckplan.plan.region import Region
-from ckplan.plan.resolve import describe
 from ckplan.simulating.simulate import Simulator
 from ckplan.solving.memory_limit import MemoryLimit
 from ckplan.solving.planner import Planner
@@ -110,13 +108,6 @@ class _Contestant:
     @property
     def samples(self) -> int:
         return self.rows * self.accumulate
-
-    def plan(self) -> Plan | None:
-        if not self.regions:
-            return None
-        found = describe(self.graph, self.regions)
-        fingerprint = plan_fingerprint(self.graph.fingerprint)
-        return Plan(self.graph.model, fingerprint, regions=found)
 
 
 def by_hand(args: argparse.Namespace) -> tuple[str, list[str]]:
@@ -199,7 +190,7 @@ def _rows(
             running.enter_context(
                 StepProcess(
                     replace(spec, rows=one.rows),
-                    one.plan(),
+                    _lever_signs.plan_for(one.graph, one.regions),
                     one.training,
                     one_thread=True,
                 )

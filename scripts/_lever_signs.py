@@ -109,13 +109,6 @@ class _Pulled:
     peak_bytes: int
     seconds: float  # of a sample
 
-    def plan(self) -> Plan | None:
-        if not self.regions:
-            return None
-        fingerprint = plan_fingerprint(self.graph.fingerprint)
-        found = describe(self.graph, self.regions)
-        return Plan(self.graph.model, fingerprint, regions=found)
-
 
 def signs(args: argparse.Namespace) -> tuple[str, list[str]]:
     """The table of all rows that are known, and where its claim does not hold."""
@@ -143,7 +136,10 @@ def _measured(name: str, rounds: int) -> Iterator[Row]:
         processes = [
             running.enter_context(
                 StepProcess(
-                    replace(spec, rows=rows), one.plan(), one.training, one_thread=True
+                    replace(spec, rows=rows),
+                    plan_for(one.graph, one.regions),
+                    one.training,
+                    one_thread=True,
                 )
             )
             for one in pulled
@@ -166,6 +162,14 @@ def _measured(name: str, rounds: int) -> Iterator[Row]:
             middle,
             high,
         )
+
+
+def plan_for(graph: Graph, regions: tuple[Region, ...]) -> Plan | None:
+    """The plan with some regions, for a process that trains; None without any."""
+    if not regions:
+        return None
+    found = describe(graph, regions)
+    return Plan(graph.model, plan_fingerprint(graph.fingerprint), regions=found)
 
 
 @contextmanager

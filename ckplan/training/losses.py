@@ -39,8 +39,8 @@ def call_model(workload: Workload) -> Any:
         raise WorkloadError(
             f"the batch ({given}) does not fit {type(model).__name__}.forward: {why}",
             needed=f"arguments of forward({names})",
-            hint="labels belong into 'target', which loss_fn(output, target) gets: "
-            "see configs/README.md",
+            hint="labels belong into 'target', which loss_fn(output, target) gets; "
+            "'step' gets the model and the batch: see configs/README.md",
         ).with_traceback(error.__traceback__) from None
 
 
