@@ -90,6 +90,11 @@ class Batches:
         """A step that was recorded, whatever its batch."""
         return next(iter(self._ends.values()))
 
+    @property
+    def is_of_card(self) -> bool:
+        """Whether a step is known, and nothing runs to record it."""
+        return bool(self._ends) and self.any_recorded.costs != MEASURED
+
     def recorded_at(self, rows: int) -> Graph:
         """The step at a batch, recorded; drawn ones are then drawn anew."""
         if rows not in self.recorded:
@@ -220,8 +225,7 @@ class Batches:
                     self._not_on_lines[few, many] = error.what
             if (few, many) not in self._not_on_lines:
                 return few, many
-        of_card = self.any_recorded.costs != MEASURED  # nothing runs to record it
-        if of_card and len(self._ends) < _MOST_PROBES:
+        if self.is_of_card and len(self._ends) < _MOST_PROBES:
             self.recorded_at(2 * max(self._ends))  # two larger ones may run the same
         else:
             self.not_linear = next(reversed(self._not_on_lines.values()))

@@ -104,6 +104,10 @@ class Searches:
 
     def _recorded(self, way: Way, rows: int, accumulate: int) -> Graph:
         self.tell(f"profiling {way.title} at batch {rows}")
+        like = self._like(way)
+        if like is not None and like.one.is_of_card:
+            # The update is taken into that step: ops have the order of other batches.
+            self.record(_of_all(like.way), rows, accumulate)
         return self._of_rank(way, self.record(_of_all(way), rows, accumulate))
 
     def _recorded_again(self, way: Way, rows: int, accumulate: int) -> Graph:

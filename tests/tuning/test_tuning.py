@@ -128,6 +128,19 @@ def test_no_plan_is_taken_from_a_step_that_runs_other_ops() -> None:
     assert found is not None and found.peak_bytes <= 8000
 
 
+def test_for_a_card_an_update_is_recorded_where_its_step_is() -> None:
+    asked: list[tuple[Way, int]] = []
+
+    def roofline(way: Way, rows: int, accumulate: int) -> Graph:
+        asked.append((way, rows))
+        return replace(record(way, rows, accumulate), costs="roofline of a card")
+
+    searches = Searches(roofline, MemoryLimit(900), Way(), 4)
+    searches.of(Way()).graph_at(4)
+    searches.of(KERNELS[1]).check(50)
+    assert asked[-2:] == [(Way(), 50), (KERNELS[1], 50)]
+
+
 def test_what_was_drawn_is_not_said_to_be_faster_than_what_was_recorded() -> None:
     def slower_when_large(way: Way, rows: int, accumulate: int) -> Graph:
         graph = step_at(rows, constant=1e-6)
