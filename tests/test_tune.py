@@ -119,6 +119,8 @@ def loss_of(model: nn.Module, rows: int) -> torch.Tensor:
     return model(torch.randn(rows, WIDTH)).square().mean()
 
 
+# On the CPU dropout is another op, which some plans for a card name.
+@pytest.mark.filterwarnings("ignore:.* runs no op :UserWarning")
 def test_auto_applies_the_tuned_plan_and_says_its_setting() -> None:
     planned = ckplan.auto(
         model(), **batch(), budget="24MiB", tune=True, total_batch=2**14, **HOW
@@ -133,7 +135,6 @@ def test_auto_applies_the_tuned_plan_and_says_its_setting() -> None:
     ckplan.apply(planned, plan)
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # the setting itself
-        # On the CPU dropout is another op, which some plans for a card name.
         warnings.filterwarnings("ignore", ".* runs no op ")
         loss_of(planned, rows).backward()
     ckplan.apply(planned, plan)
