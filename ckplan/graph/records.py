@@ -239,7 +239,11 @@ class SavingRegion(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class GeneratedCode:
-    """A plan of a compiled step whose generated code was replayed."""
+    """A plan of a compiled step, and the peak of what it gives.
+
+    On a CPU its generated code was replayed; for a card, for which none is generated,
+    the joint graph was divided and simulated.
+    """
 
     regions: tuple[SavingRegion, ...]  # in order of call; none: without a plan
     simulated_peak_bytes: int  # of the ops; of a step that was changed it differs

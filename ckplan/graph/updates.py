@@ -1,7 +1,8 @@
-"""A step with the optimizer of another one, whose update alone was recorded.
+"""A step with the update of another one.
 
 Forward and backward do not depend on the optimizer, so of further optimizers only the
 update is recorded: ops that read parameters and gradients, as they are after backward.
+A compiled step takes the update of the uncompiled one.
 """
 
 from __future__ import annotations

@@ -155,7 +155,7 @@ class Planner:
 
     @cached_property
     def _generated(self) -> list[ReplayedPlan]:
-        """Plans of a compiled step whose code was replayed, the cheapest first."""
+        """The known plans of a compiled step, the cheapest first."""
         plans = (tuple(map(Region.of, one.regions)) for one in self.graph.generated)
         return [(self.simulator.run(regions), regions) for regions in plans]
 

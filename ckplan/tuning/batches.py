@@ -166,20 +166,17 @@ class Batches:
             for n, many in self._searched
             if many == accumulate and max(n, rows) <= NEAR * min(n, rows)
         ]
-        large = len(self.at(rows, accumulate).ops) >= _LARGE
-        if rows in self.recorded or not (near and large):
-            self._searched.append(key)
-            return self.planner(rows, accumulate)
-        nearest = min(near, key=lambda n: (max(n, rows) / min(n, rows), n))
-        if nearest == rows:
-            return self.planner(rows, accumulate)
-        there = self.planner(nearest, accumulate)
-        found = transferred(there, Simulator(self.at(rows, accumulate)))
-        if found is None:
-            self._searched.append(key)
-            return self.planner(rows, accumulate)
-        self._transferred[key] = found
-        return found
+        step = self.at(rows, accumulate)
+        if near and len(step.ops) >= _LARGE and rows not in self.recorded:
+            nearest = min(near, key=lambda n: (max(n, rows) / min(n, rows), n))
+            if nearest == rows:
+                return self.planner(rows, accumulate)
+            found = transferred(self.planner(nearest, accumulate), Simulator(step))
+            if found is not None:
+                self._transferred[key] = found
+                return found
+        self._searched.append(key)
+        return self.planner(rows, accumulate)
 
     def step_seconds(self, rows: int, accumulate: int = 1) -> float:
         """Seconds of the unplanned step at a batch, which is not drawn for them."""
