@@ -200,7 +200,7 @@ def recorder_of_spec(
         at_rows = replace(spec, rows=rows, options=options)
         if way.compiled:
             step = record(replace(way, compiled=False), rows, accumulate)
-            return compiled().with_update(at_rows, step)
+            return compiled().with_update(at_rows, step, way.amp)
         check = not proved.has(way)
         graph = profile_workload(
             at_rows,

@@ -14,6 +14,7 @@ from ckplan.cli.inputs import (
 )
 from ckplan.cli.lever_options import LeverOptions
 from ckplan.cli.options import (
+    Amp,
     CardOptions,
     Json,
     Reserve,
@@ -55,6 +56,10 @@ def compare(
             help="With --compile: an option of the factory; repeatable.",
         ),
     ] = None,
+    amp: Annotated[
+        Amp | None,
+        typer.Option(help="With --compile: forward and loss under autocast to this."),
+    ] = None,
     seed: Seed = 0,
     as_json: Json = False,
 ) -> None:
@@ -62,10 +67,11 @@ def compare(
     if compiled:
         others = (*card.given, rank.sharding(), levers.allow, levers.offload)
         check_alone(others, reserve == "0" and not card.expandable)
-        compare_in_compiled(trace, settings, budget, seed, as_json)
+        cast = amp and amp.value
+        compare_in_compiled(trace, settings, budget, cast, seed, as_json)
         return
-    if settings or seed:
-        raise typer.BadParameter("--set and --seed go with --compile alone")
+    if settings or seed or amp:
+        raise typer.BadParameter("--set, --amp and --seed go with --compile alone")
     limits = [*card.given, *([] if budget is None else [budget])]
     if len(limits) > 1:
         raise typer.BadParameter(

@@ -17,13 +17,14 @@ if TYPE_CHECKING:
     from ckplan.graph.graph import Graph
     from ckplan.plan.plan import Plan
     from ckplan.training.loading import WorkloadSpec
+    from ckplan.training.remembered import Remembered
 
 
 def check_alone(others: Iterable[object], rest_is_default: bool) -> None:
     """Refuse options that compiled steps do not have."""
     if not rest_is_default or any(one is not None for one in others):
         raise typer.BadParameter(
-            "--compile takes --set, --input, --seed and --json beside it; verify also "
+            "--compile takes --set, --input, --amp, --seed and --json; verify also "
             "a plan or --budget, --steps and --save, compare --budget, and profile "
             "--generate, -o, --gpu, --device and --host"
         )
@@ -31,6 +32,7 @@ def check_alone(others: Iterable[object], rest_is_default: bool) -> None:
 
 def profile_in_compiled(
     spec: WorkloadSpec,
+    amp: str | None,
     seed: int,
     generate: bool,
     place: tuple[str | None, str | None, float],
@@ -53,6 +55,7 @@ def profile_in_compiled(
         return profile_compiled(
             spec,
             seed=seed,
+            amp=amp,
             generate=generate,
             device=device,
             gpu=gpu,
@@ -71,6 +74,7 @@ def compare_in_compiled(
     target: Path | None,
     settings: list[str] | None,
     budget: str | None,
+    amp: str | None,
     seed: int,
     as_json: bool,
 ) -> None:
@@ -85,16 +89,17 @@ def compare_in_compiled(
     spec = WorkloadSpec(str(target), parse_options(settings or ()))
     # Output of the workload does not belong on stdout.
     with ProgressLine(sys.stderr) as progress, redirect_stdout(sys.stderr):
-        found = compare_compiled(spec, budget or "80%", seed=seed, progress=progress)
+        found = compare_compiled(
+            spec, budget or "80%", amp=amp, seed=seed, progress=progress
+        )
     print_report(found.as_json() if as_json else compared_report(found))
 
 
 def verify_in_compiled(
-    spec: WorkloadSpec,
-    plan: Path | None,
+    known: Remembered,
+    plan: Plan | None,
     budget: str | None,
     steps: int,
-    seed: int,
     save: Path | None,
     force: bool,
     as_json: bool,
@@ -111,7 +116,13 @@ def verify_in_compiled(
     # Output of the workload does not belong on stdout.
     with ProgressLine(sys.stderr) as progress, redirect_stdout(sys.stderr):
         found, used = verify_compiled(
-            spec, wanted, eager=eager, steps=steps, seed=seed, progress=progress
+            known.spec,
+            wanted,
+            eager=eager,
+            amp=known.training.amp,
+            steps=steps,
+            seed=known.seed,
+            progress=progress,
         )
     print_report(found.as_json() if as_json else compiled_report(found))
     if save is not None:
@@ -121,21 +132,19 @@ def verify_in_compiled(
         raise compiled_error(found)
 
 
-def _wanted(plan: Path | None, budget: str | None) -> tuple[Plan | str, Plan | None]:
+def _wanted(plan: Plan | None, budget: str | None) -> tuple[Plan | str, Plan | None]:
     """The plan or the budget; and with both, a plan for what runs uncompiled."""
-    from ckplan.plan import file as plan_file
     from ckplan.plan.plan import COMPILED
 
     if plan is None:
         if budget is None:
             raise typer.BadParameter("--compile takes a plan or --budget")
         return budget, None
-    found = plan_file.load(plan)
     if budget is None:
-        return found, None
-    if found.code == COMPILED:
+        return plan, None
+    if plan.code == COMPILED:
         raise typer.BadParameter(
             "--compile takes a plan for compiled code, or --budget, not both; beside "
             "--budget, a plan is for code that runs uncompiled"
         )
-    return budget, found
+    return budget, plan

@@ -174,19 +174,17 @@ def target_and_plan(given: Sequence[str]) -> tuple[str | None, Path]:
 
 def target_and_wish(
     given: Sequence[str], budget: str | None
-) -> tuple[str, Path | None]:
-    """The target, and the plan if there is one.
+) -> tuple[str | None, Path | None]:
+    """The target and the plan, as far as they are given.
 
     Raises:
-        BadParameter: The target is missing, or there is neither plan nor budget.
+        BadParameter: There is neither plan nor budget.
     """
-    if budget is not None and len(given) == 1 and not _is_plan(given[0]):
+    if len(given) == 1 and not _is_plan(given[0]):
+        if budget is None:
+            raise typer.BadParameter("--compile takes a target, and a plan or --budget")
         return given[0], None
-    if len(given) == 1:
-        raise typer.BadParameter("--compile takes a target, and a plan or --budget")
-    target, plan = target_and_plan(given)
-    assert target is not None, "internal error: two arguments name a target"
-    return target, plan
+    return target_and_plan(given)
 
 
 def _is_plan(text: str) -> bool:

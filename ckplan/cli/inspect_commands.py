@@ -135,10 +135,11 @@ def profile(
                 spec.load()
         raise
     if compiled:
-        defaults = step.is_default and (replay, fresh) == (True, False)
+        defaults = step.is_plain and (replay, fresh) == (True, False)
         others = (sharding, lengths, in_step)
         place = (device, gpu, host)
-        graph = profile_in_compiled(spec, seed, generate, place, others, defaults)
+        amp = step.training().amp
+        graph = profile_in_compiled(spec, amp, seed, generate, place, others, defaults)
         trace_file.save(graph, path, force=force)
         _show_trace(graph, path, as_json)
         print_message(f"wrote {path}")

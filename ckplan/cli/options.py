@@ -165,17 +165,18 @@ class StepOptions:
     ] = False
 
     def completed(
-        self, target: str | None, source: SourceOptions, seed: int, plan: Plan
+        self, target: str | None, source: SourceOptions, seed: int, plan: Plan | None
     ) -> Remembered:
-        """The workload to train, with what the plan remembers where none is given."""
+        """The workload to train, with what a plan remembers where none is given."""
         from ckplan.plan.workload import as_arguments
         from ckplan.training.remembered import complete
 
-        if plan.workload:
-            print_message(f"the plan was made for {as_arguments(plan.workload)}")
+        made_for = {} if plan is None else plan.workload
+        if made_for:
+            print_message(f"the plan was made for {as_arguments(made_for)}")
         given = None if target is None else self.workload(target, source)
-        if given is None and "target" in plan.workload:
-            given = self.workload(plan.workload["target"], source)
+        if given is None and "target" in made_for:
+            given = self.workload(made_for["target"], source)
         return complete(given, self.training(), seed, plan)
 
     def workload(self, target: str, source: SourceOptions) -> WorkloadSpec:
@@ -196,7 +197,12 @@ class StepOptions:
     @property
     def is_default(self) -> bool:
         """Whether the step trains as it does without any option."""
-        others = self.optimizer, self.amp, self.clip
+        return self.is_plain and self.amp is None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether no option but autocast says how the step trains."""
+        others = self.optimizer, self.clip
         alone = self.accumulate == 1 and not self.scaler
         return alone and all(one is None for one in others)
 

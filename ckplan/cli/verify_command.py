@@ -102,16 +102,17 @@ def verify(
     as_json: Json = False,
 ) -> None:
     """Train with a plan and without it, and compare the two."""
-    if compiled:
-        others = (device, cap, spill, trace, plot, report)
-        check_alone(others, step.is_default and not (fake or energy))
-        name, chosen = inputs.target_and_wish(target_and_plan, budget)
-        spec = step.workload(name, source)
-        verify_in_compiled(spec, chosen, budget, steps, seed, save, force, as_json)
-        return
-    check_not_compiled(budget, save)
     from ckplan.plan import file as plan_file
 
+    if compiled:
+        others = (device, cap, spill, trace, plot, report)
+        check_alone(others, step.is_plain and not (fake or energy))
+        target, chosen = inputs.target_and_wish(target_and_plan, budget)
+        given = None if chosen is None else plan_file.load(chosen)
+        workload = step.completed(target, source, seed, given)
+        verify_in_compiled(workload, given, budget, steps, save, force, as_json)
+        return
+    check_not_compiled(budget, save)
     target, plan = inputs.target_and_plan(target_and_plan)
     loaded = plan_file.load(plan)
     if plot is not None:

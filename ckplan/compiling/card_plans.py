@@ -16,7 +16,7 @@ from ckplan.compiling.graph import CompiledStep, as_graph
 from ckplan.compiling.layouts import saving
 from ckplan.compiling.partition import JointGraph
 from ckplan.compiling.saved_values import flat, saved_by
-from ckplan.compiling.search import TORCH_BUDGETS, Progress, budgets_to_try
+from ckplan.compiling.search import TORCH_BUDGETS, Progress, budgets_to_try, fused
 from ckplan.gpus import Gpu
 from ckplan.graph.graph import Graph
 from ckplan.graph.records import GeneratedCode, SavingRegion
@@ -48,7 +48,7 @@ def divided_plans(of: CardStep, progress: Progress | None) -> list[GeneratedCode
         of: The step.
         progress: Told of the work.
     """
-    planner = Planner(of.finish(of.step.graph))
+    planner = Planner(of.finish(fused(of.step)))
     own = of.timeline_of(of.joint)
     found: dict[tuple[SavingRegion, ...], GeneratedCode] = {
         (): GeneratedCode(

@@ -1,7 +1,8 @@
 """Seconds and scratch memory of the ops of a compiled step.
 
-On a CPU, seconds are estimates for one core, and scratch memory of kernels that are not
-generated is measured. On a card, both follow from its figures, and nothing runs.
+On a CPU, seconds of contractions and scratch memory of kernels that are not generated
+are measured; those of generated kernels are estimates. On a card, both follow from its
+figures, and nothing runs.
 """
 
 from __future__ import annotations
@@ -13,35 +14,74 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from ckplan.compiling import nodes
+from ckplan.compiling.kernels import Kernels, stores_mask
 from ckplan.compiling.workspaces import KernelBytes
 from ckplan.gpus import Gpu
 from ckplan.graph.records import MULTIPLIES, NO_WORKSPACE, OUTSIDE_CALLS, Workspace
+from ckplan.tracing.costs.calibrate import calibrate
+from ckplan.tracing.costs.cost_cache import cost_cache
 from ckplan.tracing.costs.roofline import rate_of_kernel
 from ckplan.tracing.cuda.workspaces import workspace_of
 from ckplan.tracing.recording.recording import RawOp, TensorMeta
 
 COSTS = "estimated for compiled code"
 """Source of the seconds on a CPU."""
+_MEASURED: dict[tuple[int, str], float] = {}
+"""Seconds of contractions by number of threads and arguments."""
 
 
 class CpuCosts:
-    """On one CPU core."""
+    """On the CPU, with the threads that torch has."""
 
     device, source = "cpu", COSTS
 
     def __init__(self, kernel_bytes: Mapping[str, int]) -> None:
         self._kernels = KernelBytes(kernel_bytes)
+        self._threads = torch.get_num_threads()
 
     def measure(self, *parts: fx.Graph) -> None:
-        """Measure what kernels allocate that are not generated."""
-        for node in (node for part in parts for node in nodes.ops_of(part)):
+        """Measure contractions, and what kernels allocate that are not generated."""
+        found = [node for part in parts for node in nodes.ops_of(part)]
+        for node in found:
             self.workspace_of(node)
         self._kernels.measure()
+        wanted = {self._key(node): node for node in found if nodes.is_alone(node)}
+        new = {key: node for key, node in wanted.items() if key not in _MEASURED}
+        cpu = torch.device(self.device)
+        costs = calibrate(
+            [*map(_as_recorded, new.values())], cpu, None, cost_cache(cpu)
+        )
+        for key, cost in zip(new, costs, strict=True):
+            _MEASURED[key] = cost.seconds
 
-    def seconds(self, run: Sequence[fx.Node], moved_bytes: int) -> tuple[float, float]:
-        """Seconds of a run of nodes, and 0.0: the core itself runs it."""
-        arithmetic = sum(map(nodes.arithmetic_seconds, run))
-        return max(arithmetic, nodes.moving_seconds(moved_bytes)), 0.0
+    def seconds(self, run: Sequence[fx.Node], kernels: Kernels) -> tuple[float, float]:
+        """Seconds of a run of nodes, and 0.0: the processor itself runs it."""
+        alone = [_MEASURED[self._key(node)] for node in run if nodes.is_alone(node)]
+        if alone:
+            return sum(alone), 0.0
+        each = (nodes.arithmetic_seconds(n, stores_mask(n)) for n in run)
+        moving = nodes.moving_seconds(kernels.crossing_bytes(run))
+        return max(sum(each) / self._threads, moving), 0.0
+
+    def rebuilt(self, run: Sequence[fx.Node], kernels: Kernels) -> tuple[float, float]:
+        """Seconds that the run adds to kernels of backward, where it is fused.
+
+        A mask that is drawn there is not written in forward, which takes as long.
+        """
+        if any(map(nodes.is_alone, run)):
+            return self.seconds(run, kernels)
+        each = sum(map(nodes.arithmetic_seconds, run))
+        written = sum(
+            nodes.arithmetic_seconds(one, stores_mask=True)
+            - nodes.arithmetic_seconds(one)
+            for one in filter(stores_mask, run)
+        )
+        moving = nodes.moving_seconds(kernels.crossing_bytes(run)) / 2
+        return max((each - written) / self._threads, moving), 0.0
+
+    def _key(self, node: fx.Node) -> tuple[int, str]:
+        given = pytree.tree_map_only(torch.Tensor, _meta, _values(node))
+        return self._threads, f"{node.target} {given}"
 
     def workspace_of(self, node: fx.Node) -> Workspace:
         """What a kernel that is not generated allocates beyond its outputs."""
@@ -64,8 +104,8 @@ class CardCosts:
     def measure(self, *parts: fx.Graph) -> None:
         """Measure nothing: there is no card."""
 
-    def seconds(self, run: Sequence[fx.Node], moved_bytes: int) -> tuple[float, float]:
-        """Seconds of the device, and of the processor that launches the kernel.
+    def seconds(self, run: Sequence[fx.Node], kernels: Kernels) -> tuple[float, float]:
+        """Seconds of the device, and of the processor that launches kernels.
 
         Arithmetic of generated kernels, random numbers included, takes less than to
         move their bytes.
@@ -73,8 +113,15 @@ class CardCosts:
         alone = next(filter(nodes.is_alone, run), None)
         rate = "fp32" if alone is None else _rate_of(alone)
         flops = sum(map(nodes.flops_of, run))
+        moved_bytes = kernels.crossing_bytes(run)
         device = self._gpu.device_seconds(flops, moved_bytes, rate)
-        return device, self._gpu.launch_seconds
+        return device, self._gpu.launch_seconds * kernels.launches(run)
+
+    def rebuilt(self, run: Sequence[fx.Node], kernels: Kernels) -> tuple[float, float]:
+        """The same of a run in a kernel of backward, unless it is one of its own."""
+        device, launch = self.seconds(run, kernels)
+        is_alone = any(map(nodes.is_alone, run))
+        return (device, launch) if is_alone else (device / 2, 0.0)
 
     def workspace_of(self, node: fx.Node) -> Workspace:
         """What a kernel that is not generated allocates, as uncompiled."""
@@ -94,18 +141,20 @@ def _rate_of(node: fx.Node) -> str:
 
 def _as_recorded(node: fx.Node) -> RawOp:
     """A node as an op of an uncompiled step is recorded."""
-    args, spec = pytree.tree_flatten(_values(node))
-    made = filter(_is_tensor, pytree.tree_leaves(node.meta["val"]))
+    leaves, spec = pytree.tree_flatten(_values(node))
+    args = tuple(_meta(one) if _is_tensor(one) else one for one in leaves)
+    made = tuple(map(_meta, filter(_is_tensor, pytree.tree_leaves(node.meta["val"]))))
+    moved = (one.num_bytes for one in (*args, *made) if isinstance(one, TensorMeta))
     nothing: tuple[int, ...] = ()
     return RawOp(
         node.target,
         OUTSIDE_CALLS,
         *(nothing, nothing, nothing),
-        tuple(_meta(one) if _is_tensor(one) else one for one in args),
+        args,
         spec,
-        tuple(map(_meta, made)),
-        flops=0,
-        moved_bytes=0,
+        made,
+        flops=nodes.flops_of(node),
+        moved_bytes=sum(moved),
         accumulates=False,
         in_grad_mode=False,
     )

@@ -2,9 +2,8 @@
 
 One op is a run of nodes of one module that Inductor can fuse; a contraction is one of
 its own. Values that leave a run are storages. What torch saves without a plan are the
-saved tensors, and module calls come from the module stacks of the nodes. Seconds are
-estimates: a run reads its inputs and writes its outputs once, however many nodes it
-has. Where Inductor fuses across runs, its kernels move fewer bytes.
+saved tensors, and module calls come from the module stacks of the nodes. Seconds of a
+run are those of what its kernels move first, or of a contraction: see ``kernels.py``.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from torch import fx
 
 from ckplan.compiling import nodes
 from ckplan.compiling.costs import CardCosts, CpuCosts
+from ckplan.compiling.kernels import Kernels
 from ckplan.compiling.partition import JointGraph
 from ckplan.compiling.runs import leaves, main_of, runs_of
 from ckplan.compiling.torch_names import PRIMALS, TANGENTS
@@ -44,6 +44,7 @@ class CompiledStep:
     outputs: tuple[int | None, ...]  # storages; before them, inputs that are changed
     gradients: Mapping[int, int]  # storage -> the place of the input it belongs to
     kernel_bytes: Mapping[str, int] | None
+    rebuilt: tuple[tuple[float, float], ...]  # seconds of ops in backward's kernels
 
     def seconds_of(self, joint: JointGraph) -> float:
         """Estimated seconds of another division of the same joint graph."""
@@ -101,7 +102,14 @@ def as_graph(
         costs=costs.source,
     )
     names = {s: node.name for node, s in builder.forward_storages.items()}
-    return CompiledStep(graph, names, fuses_more, *builder.ends(joint), kernel_bytes)
+    return CompiledStep(
+        graph,
+        names,
+        fuses_more,
+        *builder.ends(joint),
+        kernel_bytes,
+        tuple(builder.rebuilt),
+    )
 
 
 class _Builder:
@@ -111,7 +119,9 @@ class _Builder:
         self._fuses_more = fuses_more
         self._costs = costs
         self.ops: list[Op] = []
+        self.rebuilt: list[tuple[float, float]] = []
         self.storages: list[Storage] = []
+        self._types: list[object] = []  # of the storages' numbers
         self.calls: list[Call] = []
         self.forward_storages: dict[fx.Node, int] = {}
         self.backward_storages: dict[fx.Node, int] = {}
@@ -125,16 +135,17 @@ class _Builder:
         are those with a gradient.
         """
         inputs = joint.forward.graph.find_nodes(op="placeholder")
-        gradients = _returned(joint.backward.graph)
+        gradients = nodes.returned(joint.backward.graph)
         for node, gradient in zip(inputs, gradients, strict=False):
             kind = "input" if gradient is None else "parameter"
             self.forward_storages[node] = self._new(node, kind, BEFORE_STEP)
 
     def add_forward(self, graph: fx.Graph) -> None:
         """Append the ops and calls of forward."""
+        kernels = Kernels(graph)
         for run in runs_of(graph, self._fuses_more):
             call = self._enter(nodes.modules_around(run[0]))
-            self._add(run, call, self.forward_storages, "activation")
+            self._add(run, call, self.forward_storages, "activation", kernels)
         self._close(0)
 
     def add_backward(self, graph: fx.Graph, forward: Mapping[str, fx.Node]) -> None:
@@ -152,17 +163,18 @@ class _Builder:
         first: dict[str, int] = {}
         for index, one in enumerate(self.calls):
             first.setdefault(one.fqn, index)
+        kernels = Kernels(graph)
         for run in runs_of(graph, self._fuses_more):
             around = ("", *(path for path, _ in nodes.modules_around(run[0])))
             call = next(first[fqn] for fqn in reversed(around) if fqn in first)
-            self._add(run, call, self.backward_storages, "temporary")
+            self._add(run, call, self.backward_storages, "temporary", kernels)
 
     def end(self, joint: JointGraph, num_forward: int) -> None:
         """Keep inputs, outputs and gradients alive to the end of the step."""
         stop = len(self.ops)
-        outputs = _outputs(joint.forward.graph)[: joint.num_outputs]
+        outputs = nodes.outputs(joint.forward.graph)[: joint.num_outputs]
         kept = {self.forward_storages.get(nodes.base_of(node)) for node in outputs}
-        found = map(nodes.base_of, _outputs(joint.backward.graph))
+        found = map(nodes.base_of, nodes.outputs(joint.backward.graph))
         gradients = {
             s
             for s in (self.backward_storages.get(node) for node in found)
@@ -183,13 +195,13 @@ class _Builder:
             for node in joint.forward.graph.find_nodes(op="placeholder")
             if node.name.startswith(PRIMALS)
         }
-        returned = _returned(joint.forward.graph)[: joint.num_outputs]
+        returned = nodes.returned(joint.forward.graph)[: joint.num_outputs]
         outputs = tuple(
             self.forward_storages.get(nodes.base_of(one))
             for one in returned
             if isinstance(one, fx.Node)
         )
-        made = enumerate(_returned(joint.backward.graph))
+        made = enumerate(nodes.returned(joint.backward.graph))
         gradients = {
             self.backward_storages[nodes.base_of(one)]: place
             for place, one in made
@@ -227,7 +239,7 @@ class _Builder:
                     self.storages[output] = replace(made, bytes=0, last=number)
 
     def reuse(self, saved: Collection[int]) -> None:
-        """Let outputs take the place of equally large inputs that die in the same op.
+        """Let outputs take the place of inputs of their size and type that die there.
 
         Inductor writes them in place, so both are never alive at once. Kernels that are
         not generated do not.
@@ -235,20 +247,29 @@ class _Builder:
         for number, op in enumerate(self.ops):
             if op.flops:
                 continue
-            sizes = Counter(self.storages[s].bytes for s in op.outputs)
+            sizes = Counter(map(self._size, op.outputs))
             for storage in op.reads:
                 one = self.storages[storage]
                 dies = one.last == number and one.maker != BEFORE_STEP
-                if dies and storage not in saved and sizes[one.bytes]:
-                    sizes[one.bytes] -= 1
+                if dies and storage not in saved and sizes[self._size(storage)]:
+                    sizes[self._size(storage)] -= 1
                     self.storages[storage] = replace(one, last=number - 1)
 
+    def _size(self, storage: int) -> tuple[int, object]:
+        return self.storages[storage].bytes, self._types[storage]
+
     def _new(self, node: fx.Node, kind: str, maker: int) -> int:
+        self._types.append(getattr(node.meta.get("val"), "dtype", None))
         self.storages.append(Storage(nodes.num_bytes(node), kind, maker, maker))
         return len(self.storages) - 1
 
     def _add(
-        self, run: Sequence[fx.Node], call: int, known: dict[fx.Node, int], kind: str
+        self,
+        run: Sequence[fx.Node],
+        call: int,
+        known: dict[fx.Node, int],
+        kind: str,
+        kernels: Kernels,
     ) -> None:
         number, inside = len(self.ops), {*run}
         bases = (nodes.base_of(one) for node in run for one in node.all_input_nodes)
@@ -262,8 +283,8 @@ class _Builder:
             used = self.storages[storage]
             if kind != "temporary" or used.kind == kind:  # else a saved tensor holds it
                 self.storages[storage] = replace(used, last=number)
-        moved = sum(self.storages[s].bytes for s in (*reads, *outputs))
-        seconds, launch_seconds = self._costs.seconds(run, moved)
+        seconds, launch_seconds = self._costs.seconds(run, kernels)
+        self.rebuilt.append(self._costs.rebuilt(run, kernels))
         self.ops.append(
             Op(
                 name=nodes.name_of_op(main_of(run)).strip("_"),
@@ -273,7 +294,7 @@ class _Builder:
                 outputs=tuple(outputs),
                 workspace=self._costs.workspace_of(main_of(run)),
                 flops=sum(map(nodes.flops_of, run)),
-                moved_bytes=moved,
+                moved_bytes=kernels.crossing_bytes(run),
                 seconds=seconds,
                 launch_seconds=launch_seconds,
                 random=any(map(nodes.is_draw, run)),
@@ -301,16 +322,6 @@ class _Builder:
         while len(self._open) > depth:
             call = self._open.pop()
             self.calls[call] = replace(self.calls[call], stop=len(self.ops))
-
-
-def _returned(graph: fx.Graph) -> Sequence[object]:
-    (node,) = graph.find_nodes(op="output")
-    found: Sequence[object] = node.args[0]
-    return found
-
-
-def _outputs(graph: fx.Graph) -> list[fx.Node]:
-    return [one for one in _returned(graph) if isinstance(one, fx.Node)]
 
 
 def _saved(builder: _Builder, joint: JointGraph, num_forward: int) -> Iterator[Saved]:

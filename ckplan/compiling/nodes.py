@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import operator
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import fx
@@ -21,12 +21,14 @@ _LOCAL = re.compile(r"^L\['\w+'\]\.?")
 # Dynamo looks up what a class finds by a __getattr__ of its own.
 _LOOKED_UP = re.compile(r"__dict__\['_modules'\]\['(\w+)'\]")
 _CARD, _CPU = re.compile(r"device\(type='cuda', index=\d+\)"), "device(type='cpu')"
-# Of one CPU core. Only their ratios matter to a plan.
-_FLOPS_PER_SECOND = 45e9
-_BYTES_PER_SECOND = 8e9
-_SECONDS_PER_DRAW = 4e-9  # Inductor draws one number at a time on a CPU
-_SECONDS_PER_TRANSCENDENTAL = 6e-10
-_TRANSCENDENTAL = ("tanh", "exp", "erf", "log", "pow", "sigmoid", "sin", "cos")
+# Of generated kernels, on one CPU core (measured: scripts/compiled_cost.py).
+_BYTES_PER_SECOND = 25e9
+_SECONDS_PER_DRAW = 8e-9  # Inductor draws one number at a time on a CPU,
+_SECONDS_PER_TRUTH = 8e-9  # and writes truth values so
+_SECONDS_OF = {"tanh": 1e-9} | dict.fromkeys(
+    ("exp", "erf", "log", "pow", "sigmoid", "sin", "cos"), 3e-10
+)
+_ATTENTION = "scaled_dot_product"  # torch counts no FLOPs of that of CPUs
 
 
 def is_tensor(node: fx.Node) -> bool:
@@ -68,9 +70,9 @@ def name_of_op(node: fx.Node) -> str:
 
 
 def is_alone(node: fx.Node) -> bool:
-    """Whether the node is a kernel of its own: a contraction, never fused."""
+    """Whether the node is a kernel of its own: a contraction, or attention."""
     packet = getattr(node.target, "overloadpacket", None)
-    return packet in flop_registry
+    return packet in flop_registry or _ATTENTION in name_of_op(node)
 
 
 def is_draw(node: fx.Node) -> bool:
@@ -117,25 +119,41 @@ def ops_of(graph: fx.Graph) -> Iterator[fx.Node]:
     return (node for node in graph.nodes if node.op == "call_function")
 
 
+def returned(graph: fx.Graph) -> Sequence[object]:
+    """What a graph returns: nodes and other values."""
+    (node,) = graph.find_nodes(op="output")
+    found: Sequence[object] = node.args[0]
+    return found
+
+
+def outputs(graph: fx.Graph) -> list[fx.Node]:
+    """The nodes that a graph returns."""
+    return [one for one in returned(graph) if isinstance(one, fx.Node)]
+
+
 def flops_of(node: fx.Node) -> int:
     """Floating-point operations of a contraction; 0 for every other node."""
-    if not is_alone(node):
+    packet = getattr(node.target, "overloadpacket", None)
+    if packet not in flop_registry:
         return 0
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda one: one.meta["val"])
-    count = flop_registry[node.target.overloadpacket]
+    count = flop_registry[packet]
     return int(count(*args, **kwargs, out_val=node.meta["val"]))
 
 
-def arithmetic_seconds(node: fx.Node) -> float:
-    """Seconds of a node besides moving its bytes, on one CPU core."""
-    name = name_of_op(node)
-    if is_alone(node):
-        return flops_of(node) / _FLOPS_PER_SECOND
-    if name.startswith("inductor_rand"):
-        return node.meta["val"].numel() * _SECONDS_PER_DRAW
-    if name in _TRANSCENDENTAL and is_tensor(node):
-        return node.meta["val"].numel() * _SECONDS_PER_TRANSCENDENTAL
-    return 0.0
+def arithmetic_seconds(node: fx.Node, stores_mask: bool = False) -> float:
+    """Seconds of a node of a generated kernel besides moving bytes, on one CPU core.
+
+    Args:
+        node: Not a contraction.
+        stores_mask: Whether truth values are written, which is slow.
+    """
+    value, name = node.meta.get("val"), name_of_op(node)
+    if not isinstance(value, torch.Tensor):
+        return 0.0
+    each = _SECONDS_PER_DRAW if name.startswith("inductor_rand") else 0.0
+    each += _SECONDS_PER_TRUTH if stores_mask else 0.0
+    return value.numel() * (each or _SECONDS_OF.get(name, 0.0))
 
 
 def moving_seconds(moved_bytes: int) -> float:

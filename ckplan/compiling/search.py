@@ -10,7 +10,7 @@ candidates, so it never costs more.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TypeAlias
 
@@ -24,6 +24,7 @@ from ckplan.compiling.refusals import check_same_graph, check_within_budget
 from ckplan.compiling.replay import Replayed, replay
 from ckplan.compiling.saved_values import flat, saved_by
 from ckplan.errors import InfeasibleError
+from ckplan.graph.graph import Graph
 from ckplan.plan.plan import Plan, Prediction, plan_fingerprint
 from ckplan.plan.region import Region
 from ckplan.plan.resolve import describe, resolve
@@ -41,7 +42,7 @@ TORCH_BUDGETS = (0.75, 0.5, 0.25, 0.0)
 """Values of torch's ``activation_memory_budget``: what they save is a candidate."""
 WAYS = ("every layer", "everything", *(f"torch, {one:g}" for one in TORCH_BUDGETS))
 """Candidates whatever their simulated bytes, since ``compare`` shows them."""
-_MOST_DOMINATED = 1.02
+_MOST_DOMINATED = 1.1
 """A candidate whose simulated peak exceeds that of a cheaper one by more than this
 factor is left out. Replayed peaks of nearly equal ones may be in another order."""
 
@@ -260,17 +261,21 @@ class CompiledPlanner:
     def _planner(self) -> Planner:
         return Planner(self.step.graph)
 
+    @cached_property
+    def _fused_planner(self) -> Planner:
+        return Planner(fused(self.step))
+
     def _proposed(self) -> Iterator[Candidate]:
         planner = self._planner
         seen: set[frozenset[str] | None] = set()
         kept = convolutions_to_save(self.joint, self.unplanned.kernel_bytes)
         found = [Candidate((), planner.unplanned.peak_bytes, 0.0, self._own)]
-        for budget_bytes in budgets_to_try(
-            planner.floor.peak_bytes, planner.unplanned.peak_bytes
-        ):
-            plan = planner.within(budget_bytes)
-            if plan is not None and plan[1]:
-                found.append(self.candidate(saving(self.step, plan[1], kept)))
+        ends = planner.floor.peak_bytes, planner.unplanned.peak_bytes
+        for budget_bytes in budgets_to_try(*ends):
+            for solver in (planner, self._fused_planner):
+                plan = solver.within(budget_bytes)
+                if plan is not None and plan[1]:
+                    found.append(self.candidate(saving(self.step, plan[1], kept)))
         smallest = float("inf")
         ways = {one.saved for one in self.ways.values()}
         for one in sorted([*found, *self.ways.values()], key=_cheapest_first):
@@ -295,6 +300,16 @@ class CompiledPlanner:
             needed=f"at least {floor} ({smallest} B), the smallest replayed peak",
             hint="a larger budget, a smaller batch, or ckplan.apply, uncompiled",
         )
+
+
+def fused(step: CompiledStep) -> Graph:
+    """A step whose ops take what they add to backward, whose kernels they join."""
+    graph = step.graph
+    ops = (
+        replace(op, seconds=seconds, launch_seconds=launch)
+        for op, (seconds, launch) in zip(graph.ops, step.rebuilt, strict=True)
+    )
+    return replace(graph, ops=tuple(ops))
 
 
 def _cheapest_first(one: Candidate) -> tuple[float, bool, int]:

@@ -31,6 +31,8 @@ from ckplan.tracing.target import find_target
 from ckplan.training.fingerprint import fingerprint
 from ckplan.training.loading import WorkloadSpec, as_spec
 from ckplan.training.losses import arguments_of, pick_loss
+from ckplan.training.remembered import describe_workload
+from ckplan.training.step import AMP, Training
 from ckplan.training.workload import Workload
 
 
@@ -45,6 +47,31 @@ def _loss(model: nn.Module, batch: Any, workload: Workload) -> torch.Tensor:
     args, kwargs = arguments_of(batch)
     loss: torch.Tensor = pick_loss(workload, model(*args, **kwargs))[0]
     return loss
+
+
+def under_autocast(
+    workload: Workload, amp: str | None, device: str = "cpu"
+) -> Workload:
+    """The workload, with forward and loss under autocast.
+
+    Args:
+        workload: As it is without.
+        amp: The type, as ``Training.amp``; None: without autocast.
+        device: ``cpu`` or ``cuda``: whose ops are cast.
+
+    Raises:
+        WorkloadError: There is no such type.
+    """
+    Training(amp=amp)  # raises where there is no such type
+    if amp is None:
+        return workload
+    dtype = AMP[amp]
+
+    def step(model: nn.Module, batch: Any) -> torch.Tensor:
+        with torch.autocast(device, dtype):
+            return _loss(model, batch, workload)
+
+    return replace(workload, step=step)
 
 
 def compiled_loss(workload: Workload, backend: Any) -> Callable[[], torch.Tensor]:
@@ -129,6 +156,7 @@ def profile_compiled(
     spec: WorkloadSpec | str | Path,
     *,
     seed: int = 0,
+    amp: str | None = None,
     generate: bool = False,
     device: str | None = None,
     gpu: str | None = None,
@@ -145,6 +173,7 @@ def profile_compiled(
     Args:
         spec: Where the workload comes from.
         seed: Seed of all random numbers.
+        amp: ``bf16`` or ``fp16``: forward and loss run under autocast to this type.
         generate: Generate and replay the code of every plan that a budget may get: what
             ``solve`` finds is exact then, without torch. Not for a card.
         device: ``cpu`` or ``cuda``; by default ``cuda`` if a card is named. For that,
@@ -161,11 +190,23 @@ def profile_compiled(
     """
     require_hook()
     target = find_target(device or ("cpu" if gpu is None else "cuda"), gpu, host)
+    spec = as_spec(spec)
+    options: dict[str, Any] = {"workload": describe_workload(spec, seed)}
+    Training(amp=amp)
+    if amp is not None:
+        options["amp"] = amp
     if target.device.type == "cuda":
-        make, card = as_spec(spec).load(), target.gpu or find(DEFAULT)
-        return profile_for_card(
-            make, _steps, card, seed=seed, host=host, plans=plans, progress=progress
+        load, card = spec.load(), target.gpu or find(DEFAULT)
+        graph = profile_for_card(
+            lambda: under_autocast(load(), amp, "cuda"),
+            _steps,
+            card,
+            seed=seed,
+            host=host,
+            plans=plans,
+            progress=progress,
         )
+        return replace(graph, options={**graph.options, **options})
     if gpu is not None:
         raise CkplanError(
             f"cannot trace a compiled step with bytes of the CPU and seconds of {gpu}",
@@ -173,7 +214,7 @@ def profile_compiled(
             hint="leave out --device, or --gpu",
         )
     torch.manual_seed(seed)
-    workload = as_spec(spec).build()
+    workload = under_autocast(spec.build(), amp)
     parts = parts_of(workload, progress)
     peak_bytes = parts.unplanned_peak_bytes
     peak = units.format_bytes(peak_bytes)
@@ -187,6 +228,7 @@ def profile_compiled(
     return replace(
         graph,
         fingerprint={**graph.fingerprint, "batch": shapes},
+        options={**graph.options, **options},
         notes=tuple(notes),
         generated=parts.generated() if generate else (),
     )

@@ -28,10 +28,15 @@ class CompiledSteps:
             how: Keyword arguments of ``profile_workload``.
         """
         self._how = {key: how[key] for key in ("gpu", "host", "seed") if key in how}
-        self._known: dict[str, Graph] = {}
+        self._known: dict[tuple[str, str | None], Graph] = {}
 
-    def with_update(self, spec: WorkloadSpec, step: Graph) -> Graph:
+    def with_update(self, spec: WorkloadSpec, step: Graph, amp: str | None) -> Graph:
         """The compiled step of a workload; its update is that of the uncompiled one.
+
+        Args:
+            spec: The workload.
+            step: Its uncompiled step.
+            amp: The type of autocast, as ``Training.amp``.
 
         Raises:
             WorkloadError: It is for the CPU, accumulates, or cannot be traced compiled.
@@ -46,7 +51,7 @@ class CompiledSteps:
                 hint="ckplan.compile(model, '80%'), or ckplan compare model.py "
                 "--compile",
             )
-        found = with_update_of(self._traced(spec), step)
+        found = with_update_of(self._traced(spec, amp), step)
         if found is None:
             raise WorkloadError(
                 "cannot tune the compiled step: its parameters and gradients are not "
@@ -59,11 +64,11 @@ class CompiledSteps:
         bare = GeneratedCode((), line.peak_bytes, line.peak_bytes, line.peak_at, 0.0)
         return replace(found, generated=(bare,))
 
-    def _traced(self, spec: WorkloadSpec) -> Graph:
-        key = str(spec)
+    def _traced(self, spec: WorkloadSpec, amp: str | None) -> Graph:
+        key = str(spec), amp
         if key not in self._known:
             torch.compiler.reset()  # it compiles a function for few shapes
-            graph = profile_compiled(spec, plans=False, **self._how)
+            graph = profile_compiled(spec, amp=amp, plans=False, **self._how)
             notes = (note for note in graph.notes if note != NOTE_NO_OPTIMIZER)
             # What backward begins with is no gradient of a parameter.
             storages = (

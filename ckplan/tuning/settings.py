@@ -121,11 +121,9 @@ class Lever:
 
 _IN_16_BITS = "the parameters are in 16 bits already: autocast has nothing to cast"
 _ONE_SEARCH = "plans with both are `ckplan solve`'s: their search takes minutes"
-_WITHOUT_CAST = "compiled steps are profiled without autocast"
 _ONLY_SAVED = "plans for compiled code choose what is saved, and nothing else"
 _ONE_RANK = "compiled steps are profiled for one rank"
 _NOT_COMPILED = (
-    *((name, _WITHOUT_CAST) for name in ("bf16", "fp16")),
     *((name, _ONLY_SAVED) for name in ("tiles", "close", "offload")),
     *((name, _ONE_RANK) for name in SCHEMES),
 )

@@ -22,7 +22,7 @@ from ckplan.compiling.partition import JointGraph, read_changed
 from ckplan.compiling.parts import Parts
 from ckplan.compiling.replay import Replayed, replay
 from ckplan.compiling.search import TORCH_BUDGETS, Progress
-from ckplan.compiling.step import parts_of
+from ckplan.compiling.step import parts_of, under_autocast
 from ckplan.compiling.torch_errors import require_hook
 from ckplan.errors import InfeasibleError
 from ckplan.training.loading import WorkloadSpec, as_spec
@@ -64,6 +64,7 @@ def compare_compiled(
     spec: WorkloadSpec | str | Path,
     budget: str | int = "80%",
     *,
+    amp: str | None = None,
     seed: int = 0,
     progress: Progress | None = None,
 ) -> CompiledComparison:
@@ -76,6 +77,7 @@ def compare_compiled(
         spec: Where the workload comes from.
         budget: Limit on the replayed peak: bytes, ``"12GiB"``, or ``"80%"`` of the
             unplanned compiled step's.
+        amp: ``bf16`` or ``fp16``: forward and loss run under autocast to this type.
         seed: Seed of all random numbers.
         progress: Told the stage of the work, the items done and their total.
 
@@ -86,7 +88,7 @@ def compare_compiled(
     """
     require_hook()
     torch.manual_seed(seed)
-    parts = parts_of(as_spec(spec).build(), progress)
+    parts = parts_of(under_autocast(as_spec(spec).build(), amp), progress)
     budget_bytes = units.parse_budget(budget, parts.unplanned_peak_bytes)
     rows = _Rows(parts, budget_bytes)
     planners = parts.planners

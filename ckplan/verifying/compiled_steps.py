@@ -21,6 +21,7 @@ from ckplan.compiling.step import (
     loss_of_model,
     parted_loss,
     parts_of,
+    under_autocast,
 )
 from ckplan.errors import CkplanError, GraphBreakError, WorkloadError
 from ckplan.plan.plan import COMPILED, EAGER, Plan
@@ -94,6 +95,7 @@ def verify_compiled(
     plan_or_budget: Plan | Path | str | int,
     *,
     eager: Plan | None = None,
+    amp: str | None = None,
     steps: int = 5,
     seed: int = 0,
     progress: Progress | None = None,
@@ -107,6 +109,7 @@ def verify_compiled(
         spec: Where the workload comes from.
         plan_or_budget: A plan for compiled code, or a budget; see ``ckplan.compile``.
         eager: With a budget, a plan for what runs uncompiled.
+        amp: ``bf16`` or ``fp16``: forward and loss run under autocast to this type.
         steps: Number of timed steps of each, interleaved; 0 disables timing. With
             regions for eager code, nothing is timed: their hooks are on the model.
         seed: Seed of all random numbers.
@@ -120,7 +123,7 @@ def verify_compiled(
             compiles.
     """
     torch.manual_seed(seed)
-    workload = as_spec(spec).build()
+    workload = under_autocast(as_spec(spec).build(), amp)
     wanted = read_wanted(plan_or_budget)
     if has_eager_code(wanted):
         wanted, eager = wanted.for_code(COMPILED), wanted.for_code(EAGER)

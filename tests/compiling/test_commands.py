@@ -15,8 +15,8 @@ from commands import Run
 from graphs import chain
 
 import ckplan
-from ckplan.compiling.step import parts_of
-from ckplan.errors import InfeasibleError
+from ckplan.compiling.step import parts_of, profile_compiled
+from ckplan.errors import CkplanError, InfeasibleError
 from ckplan.graph.file import load as load_graph
 from ckplan.graph.file import save as save_graph
 from ckplan.plan.file import load as load_plan
@@ -115,6 +115,39 @@ def test_what_solve_finds_is_what_code_takes(run: Run, folder: Path) -> None:
         assert plan.predicted.peak_bytes == followed.replayed.peak_bytes
     with pytest.raises(InfeasibleError, match="the floor of"):
         ckplan.solve(graph, floor - 1)
+
+
+def test_a_step_under_autocast_is_planned_and_verified_by_its_plan(
+    run: Run, folder: Path
+) -> None:
+    (folder / "drops.py").write_text(DROPS)
+    words = ("--compile", "--amp", "bf16")
+    ended = run("profile", "drops.py", *words, "--generate", "-o", "t.json")
+    assert ended.code == 0, ended.err
+    graph = load_graph(folder / "t.json")
+    assert graph.options["amp"] == "bf16"
+    made = {graph.storages[one].bytes for op in graph.ops for one in op.outputs}
+    assert 512 * 64 * 2 in made  # the hidden values, in 16 bits
+    assert run("solve", "t.json", "--budget", "90%", "-o", "p.yaml").code == 0
+    torch._dynamo.reset()
+    verified = run("verify", "p.yaml", "--compile", "--steps", "0", "--json")
+    assert verified.code == 0, verified.err
+    assert "drops.py --amp bf16" in " ".join(verified.err.split())
+    found = json.loads(verified.out)
+    assert found["passed"]
+    assert found["measured_peak_bytes"] == found["replayed_peak_bytes"]
+    assert found["gradients_equal"]
+    torch._dynamo.reset()
+    other = run("verify", "drops.py", "p.yaml", "--compile", "--amp", "fp16")
+    assert other.code != 0
+    assert "it is for the compiled graph" in " ".join(other.err.split())
+
+
+def test_types_of_autocast_are_checked(folder: Path) -> None:
+    (folder / "drops.py").write_text(DROPS)
+    with pytest.raises(CkplanError, match="autocast to 'fp8'") as refused:
+        profile_compiled("drops.py", amp="fp8")
+    assert refused.value.hint == "--amp bf16"
 
 
 def test_a_trace_without_code_says_that_peaks_are_simulated(
@@ -296,7 +329,7 @@ def test_a_step_that_breaks_is_compared(
     ("words", "said"),
     [
         (("--compile",), "a target, and a plan or --budget"),
-        (("--compile", "--budget", "80%", "--amp", "bf16"), "--compile takes --set"),
+        (("--compile", "--budget", "80%", "--clip", "1"), "--compile takes --set"),
         (("--budget", "80%"), "go with --compile alone"),
     ],
 )

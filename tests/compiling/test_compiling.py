@@ -242,7 +242,7 @@ def test_candidates_are_ordered_and_none_is_far_above_a_cheaper_one(
     proposed = [c for c in found if c.saved not in compared]
     for place, one in enumerate(proposed[1:], 1):
         smallest = min(c.simulated_peak_bytes for c in proposed[:place])
-        assert one.simulated_peak_bytes <= 1.02 * smallest
+        assert one.simulated_peak_bytes <= 1.1 * smallest
 
 
 def test_torch_s_own_division_comes_before_others_that_cost_nothing(

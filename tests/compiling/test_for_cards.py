@@ -149,7 +149,8 @@ def test_a_step_for_a_card_is_that_of_the_cpu_in_its_blocks_and_seconds(
             other.reads,
             other.outputs,
         )
-        assert one.launch_seconds == card.launch_seconds
+        kernels = one.launch_seconds / card.launch_seconds
+        assert kernels == int(kernels) == (1 if one.flops else kernels)
         seconds = max(
             one.flops / card.flop_rates["fp32"], one.moved_bytes / card.bandwidth
         )
@@ -217,13 +218,13 @@ def test_what_compiled_code_cannot_do_on_another_card_is_said(on_card: Graph) ->
         ckplan.solve(on_card, budget="80%", allow=["tiles"])
     with pytest.raises(CkplanError, match="seconds of RTX 4090") as refused:
         ckplan.solve(on_card, gpu="L4")
-    assert refused.value.hint == "ckplan profile model.py --compile --gpu L4"
+    assert refused.value.hint == "ckplan profile blocks.py --compile --gpu L4"
 
 
 def test_another_processor_launches_at_its_own_speed(model: str) -> None:
     twice = profile_compiled(model, gpu=CARD, host=2.0)
     launch = find(CARD).launch_seconds
-    assert {op.launch_seconds for op in twice.ops} == {launch / 2}
+    assert {op.launch_seconds for op in twice.ops if op.flops} == {launch / 2}
 
 
 @pytest.mark.parametrize(

@@ -89,6 +89,18 @@ def test_a_compiled_step_has_the_update_of_the_uncompiled_one(
         assert max(backward) == peak + states
 
 
+def test_it_goes_with_autocast(spec: WorkloadSpec) -> None:
+    assert conflict([ALLOWED["bf16"]], ALLOWED["compile"]) is None
+    record, _, way = recorder_of_spec(spec, gpu=CARD)
+    compiled = replace(way, compiled=True)
+    plain, cast = record(compiled, 8, 1), record(replace(compiled, amp="bf16"), 8, 1)
+    uncompiled = record(replace(way, amp="bf16"), 8, 1)
+    assert cast.step_seconds < min(plain.step_seconds, uncompiled.step_seconds)
+    assert kinds(cast) == kinds(plain)
+    peaks = [Simulator(graph).run().peak_bytes for graph in (cast, plain)]
+    assert peaks[0] < peaks[1]
+
+
 def test_it_is_a_row_and_a_setting_like_others(tuned: Tuned) -> None:
     row = next(one for one in tuned.levers if one.name == "compile")
     assert (row.refused, row.bits) == (None, "close")
@@ -105,7 +117,7 @@ def test_it_is_a_row_and_a_setting_like_others(tuned: Tuned) -> None:
 
 def test_what_goes_not_together_is_said() -> None:
     lever = ALLOWED["compile"]
-    for name, why in (("bf16", "autocast"), ("tiles", "saved"), ("offload", "saved")):
+    for name, why in (("close", "saved"), ("tiles", "saved"), ("offload", "saved")):
         assert why in str(conflict([ALLOWED[name]], lever))
     (shard,) = (one for one in levers_of(Way(), "fsdp2", 2) if one.name == "fsdp2")
     assert "one rank" in str(conflict([lever], shard))

@@ -1,0 +1,281 @@
+"""What plans inside torch.compile cost, beside what is predicted.
+
+The step of every workload, forward, loss and backward with dropout, is compiled by
+torch alone and with plans that free shares of what torch's own division keeps from
+forward to backward. All are compiled in one process, for one model, and take steps by
+turns, every second turn in reverse; the first turns are dropped. An overhead is the
+median over turns of the ratio to the step without a plan of the same turn, less one.
+Peaks are measured in a step before, parameters and batch included, bits compared in the
+first. Predicted overheads are those of the plan files. The most that is asked is of the
+measured ones.
+
+Rows are kept beside the page, as JSON, so that some can be measured again:
+
+    python scripts/compiled_cost.py
+    python scripts/compiled_cost.py --only bert --threads 1 --rounds 20
+
+Exit code 1 if a plan is over its budget, has other bytes than were replayed or other
+bits, costs more than asked, or more than 2 points more or less than predicted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from _compiled_rows import keep, kept_rows, spec_of
+from _measuring import (
+    SEED,
+    Report,
+    chosen,
+    finish,
+    format_overhead,
+    make_parser,
+    make_table,
+    run,
+    say,
+)
+
+from ckplan.units import format_bytes, format_seconds
+
+SETTINGS = {
+    "gpt2": (),  # 12 layers, 384 wide, 8 x 256 tokens
+    "llama": (
+        "layers=6",
+        "width=256",
+        "heads=4",
+        "batch=4",
+        "length=256",
+        "vocab=4096",
+    ),
+    "bert": ("layers=6", "width=256", "heads=4", "batch=8", "length=128", "vocab=4096"),
+    "vit": ("layers=6", "width=256", "heads=4", "batch=8", "size=112"),
+}
+FREED = {
+    "gpt2": (0.5, 0.7, 0.8),
+    "llama": (0.5, 0.7),
+    "bert": (0.5, 0.7),
+    "vit": (0.5, 0.7),
+}
+ASKED = {"gpt2": {0.5: 0.01, 0.7: 0.04, 0.8: 0.09}}
+ASKED_OF_OTHERS = {0.5: 0.02, 0.7: 0.06}
+NEAR = 0.02  # of the predicted overhead
+DROPPED = 2  # first turns
+HEADERS = (
+    *("workload", "freed", "threads", "budget", "replayed", "measured", "bits equal"),
+    *("step", "predicted", "overhead", "quartiles", "asked", "date"),
+)
+
+
+@dataclass
+class Variant:
+    """The compiled step, with a plan or without."""
+
+    take: Callable[[], Any]
+    peak_bytes: int = 0
+    values: list[Any] = field(default_factory=list)  # of the loss and all gradients
+    seconds: list[float] = field(default_factory=list)
+
+
+def planned(name: str) -> tuple[Any, list[tuple[float, Any]]]:
+    """The peak and the saved bytes without a plan, and a plan for every share freed."""
+    from ckplan.compiling.step import parts_of
+    from ckplan.errors import InfeasibleError
+
+    (planner,) = parts_of(_built(name), _progress()).planners.values()
+    unplanned = planner.unplanned
+    found = []
+    for share in FREED[name]:
+        budget_bytes = unplanned.peak_bytes - round(share * unplanned.saved_bytes)
+        try:
+            found.append((share, planner.solve(budget_bytes).plan))
+        except InfeasibleError as error:
+            say(f"{name}: {share:.0%}: {error.what}")
+    return unplanned, found
+
+
+def measured(name: str, threads: tuple[int, ...], rounds: int) -> list[dict[str, Any]]:
+    """A row for every plan and number of threads."""
+    import torch
+
+    say(f"{name}: plan")
+    unplanned, plans = planned(name)
+    say(f"{name}: compile")
+    torch._dynamo.reset()
+    built = _built(name)
+    variants = [_variant(built, plan) for plan in (None, *(plan for _, plan in plans))]
+    rows = []
+    for count in threads:
+        torch.set_num_threads(count)
+        for one in variants:
+            one.seconds.clear()
+        for number in range(rounds + DROPPED):
+            say(f"{name}: {count} threads, turn {number + 1} of {rounds + DROPPED}")
+            for one in variants[:: -1 if number % 2 else 1]:
+                begin = time.perf_counter()
+                one.take()
+                one.seconds.append(time.perf_counter() - begin)
+        plain, *others = variants
+        for (share, plan), one in zip(plans, others, strict=True):
+            taken = zip(one.seconds[DROPPED:], plain.seconds[DROPPED:], strict=True)
+            rows.append(
+                {
+                    "workload": name,
+                    "freed": share,
+                    "threads": count,
+                    "budget_bytes": plan.budget_bytes,
+                    "replayed": plan.predicted.peak_bytes,
+                    "measured": one.peak_bytes,
+                    "unplanned": [unplanned.peak_bytes, plain.peak_bytes],
+                    "equal": _equal(one.values, plain.values),
+                    "step_seconds": statistics.median(plain.seconds[DROPPED:]),
+                    "predicted": plan.predicted.overhead,
+                    "ratios": [own / other for own, other in taken],
+                }
+            )
+    return rows
+
+
+def _equal(values: list[Any], others: list[Any]) -> bool:
+    import torch
+
+    return all(map(torch.equal, values, others))
+
+
+def _built(name: str) -> Any:
+    import torch
+
+    torch.manual_seed(SEED)
+    return spec_of(name, SETTINGS[name]).build()
+
+
+def _progress() -> Any:
+    import sys
+
+    from ckplan.report.progress import ProgressLine
+
+    return ProgressLine(sys.stderr)
+
+
+def _variant(workload: Any, plan: Any) -> Variant:
+    """Compile the step and take it twice: for its values, and for its peak."""
+    import torch
+
+    from ckplan.compiling import backend
+    from ckplan.compiling.lowering import in_order
+    from ckplan.compiling.step import compiled_loss
+    from ckplan.training.allocator import log_allocations
+    from ckplan.training.workload import tensors_of
+
+    model = workload.model
+    loss = compiled_loss(workload, in_order if plan is None else backend(plan))
+
+    def take() -> Any:
+        model.zero_grad(set_to_none=True)
+        torch.manual_seed(SEED)
+        found = loss()
+        found.backward()
+        return found.detach()
+
+    one = Variant(take)
+    one.values = [take(), *(parameter.grad for parameter in model.parameters())]
+    model.zero_grad(set_to_none=True)
+    with log_allocations() as log:
+        take()
+    held = tensors_of([[*model.parameters(), *model.buffers()], workload.batch])
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in held}
+    one.peak_bytes = log.peak_bytes + sum(s.nbytes() for s in storages.values())
+    return one
+
+
+def asked_of(row: dict[str, Any]) -> float:
+    """The most that a plan may cost."""
+    return ASKED.get(row["workload"], ASKED_OF_OTHERS)[row["freed"]]
+
+
+def overhead_of(row: dict[str, Any]) -> float:
+    """The measured overhead."""
+    return statistics.median(row["ratios"]) - 1
+
+
+def cells(row: dict[str, Any]) -> list[str]:
+    """A row of the table."""
+    low, _, high = statistics.quantiles(row["ratios"], n=4, method="inclusive")
+    return [
+        f"{row['workload']} ({', '.join(SETTINGS[row['workload']]) or 'as it is'})",
+        f"{row['freed']:.0%}",
+        str(row["threads"]),
+        *(format_bytes(row[key]) for key in ("budget_bytes", "replayed", "measured")),
+        "yes" if row["equal"] else "no",
+        format_seconds(row["step_seconds"]),
+        format_overhead(row["predicted"]),
+        format_overhead(overhead_of(row)),
+        f"{format_overhead(low - 1)} to {format_overhead(high - 1)}",
+        format_overhead(asked_of(row)),
+        row["date"],
+    ]
+
+
+def broken(row: dict[str, Any]) -> Iterator[str]:
+    """What of the promise does not hold."""
+    where = f"{row['workload']}, {row['freed']:.0%}, {row['threads']} threads"
+    cost = overhead_of(row)
+    if row["measured"] > row["budget_bytes"] or row["measured"] != row["replayed"]:
+        yield f"{where}: {row['measured']} B, replayed {row['replayed']} B"
+    if row["unplanned"][0] != row["unplanned"][1]:
+        yield f"{where}: other bytes without a plan: {row['unplanned']}"
+    if not row["equal"]:
+        yield f"{where}: other bits"
+    if cost > asked_of(row):
+        yield f"{where}: costs more than asked"
+    if abs(cost - row["predicted"]) > NEAR:
+        yield f"{where}: {format_overhead(row['predicted'] - cost)} off"
+
+
+def main() -> int:
+    """Measure the workloads asked for."""
+    args = _arguments()
+    for name in chosen(SETTINGS, args.only):
+        found = measured(name, tuple(args.threads), args.rounds)
+        keep("compiled_cost", found, ("workload", "freed", "threads"))
+    order = [*SETTINGS]
+    rows = kept_rows(
+        "compiled_cost",
+        lambda row: (order.index(row["workload"]), row["freed"], row["threads"]),
+    )
+    report = Report(
+        name="compiled_cost",
+        title="What plans inside torch.compile cost",
+        doc=(__doc__ or "").partition("\n\nRows are")[0],
+        parts=[make_table(HEADERS, map(cells, rows), texts=2)],
+        broken=[line for row in rows for line in broken(row)],
+    )
+    return finish(report, args, whole=True)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = make_parser(__doc__, only=True)
+    parser.add_argument(
+        "--threads",
+        metavar="N",
+        type=int,
+        nargs="+",
+        default=[1, 2],
+        help="numbers of threads that take steps  [default: 1 2]",
+    )
+    parser.add_argument(
+        "--rounds",
+        metavar="N",
+        type=int,
+        default=12,
+        help=f"turns of each, after {DROPPED} more  [default: 12]",
+    )
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    run(main)
