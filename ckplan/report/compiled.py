@@ -16,6 +16,11 @@ if TYPE_CHECKING:
     from ckplan.verifying.compiled_steps import CompiledVerification
 
 _NONE = "n/a"
+_WRONGLY = (
+    "torch.compile itself computes another step than the uncompiled one, with a plan "
+    "and without: look for the op that it compiles wrongly, such as "
+    "x.add_(a @ b, alpha=0.1) (issue 167313 of pytorch), before you train compiled"
+)
 
 
 def compiled_report(found: CompiledVerification) -> RenderableType:
@@ -53,10 +58,13 @@ def compiled_report(found: CompiledVerification) -> RenderableType:
         ("overhead", _percent(found.overhead)),
         ("overhead estimated", _percent(found.predicted_overhead)),
     ]
-    return Group(
+    parts: list[RenderableType] = [
         section("Forward and backward, compiled", table),
         section("Planned against unplanned", key_value_table(said)),
-    )
+    ]
+    if found.compiled_wrongly:
+        parts.append(Text(_WRONGLY, style="bold red"))
+    return Group(*parts)
 
 
 def compiled_error(found: CompiledVerification) -> VerifyError:

@@ -16,11 +16,13 @@ from typing import Any, TypeAlias
 import torch
 from torch.utils import _pytree as pytree
 
+from ckplan.training.step import AMP
 from ckplan.training.workload import Workload
 
 ROUNDING = 1e-4
 """Largest difference of a number, relative to the largest one beside it, that kernels
 of another shape may make by rounding."""
+_LAST_PLACES = 2  # so many, of numbers in the type of autocast
 _SPREAD = 4.0
 """How much further from the exact numbers one of two roundings may be."""
 
@@ -84,6 +86,20 @@ def same_draws(values: Values, exact: Values, without: Iterable[str]) -> bool:
         return False
     near = {name: exact[name].to(one.dtype) for name, one in sure.items()}
     return max(differences(near, sure).values(), default=0.0) <= ROUNDING
+
+
+def rounding_of(amp: str | None) -> float:
+    """The largest relative difference that may be rounding.
+
+    Args:
+        amp: The type of autocast: kernels of another shape round to it elsewhere.
+
+    >>> rounding_of(None), rounding_of("bf16")
+    (0.0001, 0.015625)
+    """
+    if amp is None:
+        return ROUNDING
+    return float(max(ROUNDING, _LAST_PLACES * torch.finfo(AMP[amp]).eps))
 
 
 def in_float64(

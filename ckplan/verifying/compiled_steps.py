@@ -34,11 +34,13 @@ from ckplan.verifying.compiled_differences import (
     differences,
     in_float64,
     rounding_alone,
+    rounding_of,
     same_draws,
 )
 from ckplan.verifying.compiled_plans import PlannedStep, planned_step
 
 _MOST_NAMES = 20
+_FAR = 0.1  # relative difference that no rounding makes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +64,7 @@ class CompiledVerification:
     different: tuple[str, ...]  # the first names
     # Of loss, gradients and buffers, each relative to its largest number.
     largest_difference: float
+    rounding: float = ROUNDING  # the most that may be rounding
     # The same against uncompiled steps, which draw other random numbers: None if any.
     largest_difference_from_eager: float | None
     # Names left out of both: float64 finds them to be rounding alone.
@@ -75,11 +78,18 @@ class CompiledVerification:
     def passed(self) -> bool:
         """Whether the plan fits and changes no more than rounding may."""
         same_draws = self.random_state_equal
-        return self.fits and same_draws and self.largest_difference <= ROUNDING
+        return self.fits and same_draws and self.largest_difference <= self.rounding
+
+    @property
+    def compiled_wrongly(self) -> bool:
+        """Whether compiled steps, with a plan or without, are far from uncompiled."""
+        far = self.largest_difference_from_eager
+        return far is not None and far > _FAR
 
     def as_json(self) -> dict[str, Any]:
         """The same as plain values, for ``--json``."""
-        return {"passed": self.passed, **asdict(self)}
+        wrongly = {"compiled_wrongly": self.compiled_wrongly}
+        return {"passed": self.passed, **asdict(self), **wrongly}
 
 
 @dataclass(frozen=True)
@@ -148,8 +158,10 @@ def verify_compiled(
     chosen = planned_step(planned_backend, bare)
     remove(workload.model)
     seconds = _seconds(workload, compiled, steps, seed)
-    apart = _apart(workload, first, uncompiled, seed, lambda one: loss(one, in_order))
-    return _judge(chosen, first, apart, seconds), chosen.plan
+    rounding = rounding_of(amp)
+    given = workload, first, uncompiled, seed
+    apart = _apart(*given, lambda one: loss(one, in_order), rounding)
+    return _judge(chosen, first, apart, seconds, rounding), chosen.plan
 
 
 def _results(
@@ -233,6 +245,7 @@ def _apart(
     eager: _Results | None,
     seed: int,
     compiled: Callable[[Workload], Callable[[], torch.Tensor]] | None = None,
+    rounding: float = ROUNDING,
 ) -> _Apart:
     """Compare; where much differs, an exact step decides, compiled if it draws."""
     draws = eager is None
@@ -243,7 +256,7 @@ def _apart(
     for one in far:
         one.pop("random state", None)
     exact = None
-    doubtful = {name for one in far for name, by in one.items() if by > ROUNDING}
+    doubtful = {name for one in far for name, by in one.items() if by > rounding}
     if doubtful and loss_of is not None:
         exact = in_float64(
             workload, lambda one: _results(one, loss_of(one), seed).values
@@ -253,11 +266,11 @@ def _apart(
     settled: set[str] = set()
     if exact is not None:
         for one, other in zip(far, others, strict=True):
-            here = [name for name, by in one.items() if by > ROUNDING]
-            rounding = rounding_alone(here, found, other, exact)
-            for name in rounding:
+            here = [name for name, by in one.items() if by > rounding]
+            alone = rounding_alone(here, found, other, exact)
+            for name in alone:
                 del one[name]
-            settled |= rounding
+            settled |= alone
     largest = [max(one.values(), default=0.0) for one in far]
     from_eager = largest[1] if eager is not None else None
     return _Apart(largest[0], from_eager, tuple(sorted(settled)))
@@ -286,6 +299,7 @@ def _judge(
     first: dict[bool, _Results],
     apart: _Apart,
     seconds: dict[bool, list[float]],
+    rounding: float,
 ) -> CompiledVerification:
     plain, planned = first[False].values, first[True].values
     same = torch.equal
@@ -314,6 +328,7 @@ def _judge(
         random_state_equal=equal("random state"),
         different=tuple(different[:_MOST_NAMES]),
         largest_difference=apart.from_unplanned,
+        rounding=rounding,
         largest_difference_from_eager=apart.from_eager,
         rounding_alone=apart.rounding_alone,
         predicted_overhead=chosen.overhead,

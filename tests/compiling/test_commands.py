@@ -150,6 +150,43 @@ def test_types_of_autocast_are_checked(folder: Path) -> None:
     assert refused.value.hint == "--amp bf16"
 
 
+AVERAGES = """
+import torch
+
+class Averages(torch.nn.Linear):
+    def __init__(self):
+        super().__init__(8, 8)
+        self.register_buffer("mean", torch.ones(8, 8))
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.mean.mul_(0.99).add_(x.t() @ x, alpha=0.01)
+        return (super().forward(x) @ self.mean).square().mean()
+
+def build():
+    return Averages(), torch.randn(64, 8)
+"""
+
+
+def test_what_torch_itself_compiles_wrongly_is_said(run: Run, folder: Path) -> None:
+    (folder / "averages.py").write_text(AVERAGES)
+    model, x = (made := WorkloadSpec("averages.py").build()).model, made.batch
+    torch._dynamo.reset()
+    before = model.mean.clone()
+    right = model(x)
+    model.mean.copy_(before)
+    compiled = torch.compile(model)(x)
+    is_wrong = bool((compiled - right).abs() > 0.1 * right.abs())
+    torch._dynamo.reset()
+    words = ("averages.py", "--compile", "--budget", "100%", "--steps", "0")
+    verified = run("verify", *words)
+    assert verified.code == 0, verified.err
+    said = "torch.compile itself computes another step" in " ".join(
+        verified.out.split()
+    )
+    assert said == is_wrong
+
+
 def test_a_trace_without_code_says_that_peaks_are_simulated(
     run: Run, folder: Path
 ) -> None:

@@ -9,6 +9,7 @@ from rich.console import Console
 
 from ckplan.report.compiled import compared_report, compiled_error, compiled_report
 from ckplan.verifying.compiled_comparison import ComparedStep, CompiledComparison
+from ckplan.verifying.compiled_differences import rounding_of
 from ckplan.verifying.compiled_steps import CompiledVerification
 
 FOUND = CompiledVerification(
@@ -62,11 +63,26 @@ def test_several_graphs_and_what_float64_decided_are_shown() -> None:
 def test_rounding_passes_and_more_does_not() -> None:
     rounded = replace(FOUND, gradients_equal=False, different=("gradient a",))
     assert replace(rounded, largest_difference=1e-5).passed
+    cast = replace(rounded, largest_difference=1e-2, rounding=rounding_of("bf16"))
+    assert cast.passed
+    assert not replace(cast, rounding=rounding_of("fp16")).passed
     wrong = replace(rounded, largest_difference=0.9)
     assert not wrong.passed
     assert "differs" in shown(wrong)
     assert "differs from the unplanned one: gradient a" in str(compiled_error(wrong))
     assert not replace(FOUND, random_state_equal=False).passed
+
+
+def test_a_step_that_torch_compiles_wrongly_is_said() -> None:
+    assert "torch.compile itself" not in shown(
+        replace(FOUND, largest_difference_from_eager=1e-3)
+    )
+    wrongly = replace(FOUND, largest_difference_from_eager=0.5)
+    assert wrongly.passed  # with the plan it is no other than without
+    assert wrongly.as_json()["compiled_wrongly"] is True
+    assert "torch.compile itself computes another step" in " ".join(
+        shown(wrongly).split()
+    )
 
 
 def test_a_peak_over_the_budget_is_an_error() -> None:
