@@ -1,8 +1,8 @@
 """What plans inside torch.compile cost, beside what is predicted.
 
 The step of every workload, forward, loss and backward with dropout, is compiled by
-torch alone and with plans that free shares of what torch's own division keeps from
-forward to backward. All are compiled in one process, for one model, and take steps by
+torch alone and with plans that free shares of the activations that torch's own division
+keeps for backward. All are compiled in one process, for one model, and take steps by
 turns, every second turn in reverse; the first turns are dropped. An overhead is the
 median over turns of the ratio to the step without a plan of the same turn, less one.
 Peaks are measured in a step before, parameters and batch included, bits compared in the
@@ -44,16 +44,9 @@ from ckplan.units import format_bytes, format_seconds
 
 SETTINGS = {
     "gpt2": (),  # 12 layers, 384 wide, 8 x 256 tokens
-    "llama": (
-        "layers=6",
-        "width=256",
-        "heads=4",
-        "batch=4",
-        "length=256",
-        "vocab=4096",
-    ),
-    "bert": ("layers=6", "width=256", "heads=4", "batch=8", "length=128", "vocab=4096"),
-    "vit": ("layers=6", "width=256", "heads=4", "batch=8", "size=112"),
+    "llama": (*("layers=12", "width=256", "heads=4"), "batch=4", "vocab=1024"),
+    "bert": (*("layers=12", "width=256", "heads=4"), "batch=8", "vocab=1024"),
+    "vit": ("layers=12", "width=192", "heads=3", "batch=8", "size=224"),
 }
 FREED = {
     "gpt2": (0.5, 0.7, 0.8),
@@ -82,15 +75,17 @@ class Variant:
 
 
 def planned(name: str) -> tuple[Any, list[tuple[float, Any]]]:
-    """The peak and the saved bytes without a plan, and a plan for every share freed."""
+    """The replay without a plan, and a plan for every share of activations freed."""
     from ckplan.compiling.step import parts_of
     from ckplan.errors import InfeasibleError
 
     (planner,) = parts_of(_built(name), _progress()).planners.values()
-    unplanned = planner.unplanned
+    unplanned, graph = planner.unplanned, planner.step.graph
+    saved = [graph.storages[n] for n in {one.storage for one in graph.saved}]
+    kept = sum(one.bytes for one in saved if one.kind == "activation")
     found = []
     for share in FREED[name]:
-        budget_bytes = unplanned.peak_bytes - round(share * unplanned.saved_bytes)
+        budget_bytes = unplanned.peak_bytes - round(share * kept)
         try:
             found.append((share, planner.solve(budget_bytes).plan))
         except InfeasibleError as error:
