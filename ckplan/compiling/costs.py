@@ -7,7 +7,9 @@ figures, and nothing runs.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
+from statistics import median
 
 import torch
 from torch import fx
@@ -17,7 +19,15 @@ from ckplan.compiling import nodes
 from ckplan.compiling.kernels import Kernels, stores_mask
 from ckplan.compiling.workspaces import KernelBytes
 from ckplan.gpus import Gpu
-from ckplan.graph.records import MULTIPLIES, NO_WORKSPACE, OUTSIDE_CALLS, Workspace
+from ckplan.graph.graph import Graph
+from ckplan.graph.records import (
+    BEFORE_STEP,
+    MULTIPLIES,
+    NO_WORKSPACE,
+    OUTSIDE_CALLS,
+    Workspace,
+)
+from ckplan.simulating.simulate import Simulator
 from ckplan.tracing.costs.calibrate import calibrate
 from ckplan.tracing.costs.cost_cache import cost_cache
 from ckplan.tracing.costs.roofline import rate_of_kernel
@@ -26,8 +36,51 @@ from ckplan.tracing.recording.recording import RawOp, TensorMeta
 
 COSTS = "estimated for compiled code"
 """Source of the seconds on a CPU."""
+_TOUCHED = "seconds per byte of memory that the system gives"
+_KEPT_BYTES = 1 << 26  # glibc returns more than that, after it freed large blocks
+_PIECE_BYTES, _ROUNDS = 1 << 22, 5
 _MEASURED: dict[tuple[int, str], float] = {}
 """Seconds of contractions by number of threads and arguments."""
+
+
+def seconds_of_step(graph: Graph) -> float:
+    """Estimated seconds of a step of a CPU: its ops, and memory that it gets anew."""
+    held = sum(one.bytes for one in graph.storages if one.maker == BEFORE_STEP)
+    peak_bytes = Simulator(graph).run(()).peak_bytes
+    return graph.step_seconds + touching_seconds(peak_bytes - held)
+
+
+def touching_seconds(num_bytes: int) -> float:
+    """Seconds in which the system gives memory to a step of a CPU, page by page.
+
+    The C library keeps some memory, and returns the rest when it is free: a step that
+    holds more gets that anew. Measured once on this machine, and kept.
+
+    Args:
+        num_bytes: Most bytes that the step allocates at once.
+    """
+    cache = cost_cache(torch.device("cpu"))
+    if not cache.known_runs(_TOUCHED):
+        cache.learn_runs({_TOUCHED: [_seconds_per_fresh_byte()]})
+    known = cache.known_runs(_TOUCHED)
+    return max(num_bytes - _KEPT_BYTES, 0) * (known[-1] if known else 0.0)
+
+
+def _seconds_per_fresh_byte() -> float:
+    """What writing to new tensors takes longer than to ones that are there."""
+    sizes = [_PIECE_BYTES] * (2 * _KEPT_BYTES // _PIECE_BYTES)
+    taken: list[float] = []
+    for _ in range(_ROUNDS):
+        made: list[torch.Tensor] = []
+        for turn in range(2):
+            begin = time.perf_counter()
+            for place, size in enumerate(sizes):
+                if not turn:
+                    made.append(torch.empty(size, dtype=torch.uint8))
+                made[place].fill_(0)
+            taken.append(time.perf_counter() - begin)
+    fresh, again = median(taken[::2]), median(taken[1::2])
+    return max(fresh - again, 0.0) / sum(sizes)
 
 
 class CpuCosts:

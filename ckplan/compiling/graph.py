@@ -46,11 +46,10 @@ class CompiledStep:
     kernel_bytes: Mapping[str, int] | None
     rebuilt: tuple[tuple[float, float], ...]  # seconds of ops in backward's kernels
 
-    def seconds_of(self, joint: JointGraph) -> float:
-        """Estimated seconds of another division of the same joint graph."""
+    def divided(self, joint: JointGraph) -> Graph:
+        """The step of another division of the same joint graph."""
         given = joint, self.graph.model, self.kernel_bytes
-        other = as_graph(*given, fuses_more=self.fuses_more)
-        return other.graph.step_seconds
+        return as_graph(*given, fuses_more=self.fuses_more).graph
 
 
 def as_graph(

@@ -31,7 +31,9 @@ class Kernels:
         self._bytes, self._first = dict[fx.Node, int](), set[fx.Node]()
         seen: set[fx.Node] = set()
         read: set[tuple[fx.Node, fx.Node]] = set()
-        for node in filter(_is_made, nodes.ops_of(graph)):
+        for node in nodes.ops_of(graph):
+            if nodes.is_view(node):
+                continue
             kernel = self._kernel(node)
             if kernel not in seen:
                 seen.add(kernel)
@@ -114,10 +116,6 @@ def _depths(graph: fx.Graph) -> dict[fx.Node, int]:
         at = [found[one] for one in node.users if one in found]
         found[node] = min(at, default=0)
     return found
-
-
-def _is_made(node: fx.Node) -> bool:
-    return not nodes.is_view(node)
 
 
 def _is_of_contraction(node: fx.Node) -> bool:

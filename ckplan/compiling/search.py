@@ -16,6 +16,7 @@ from typing import TypeAlias
 
 from ckplan import units
 from ckplan.compiling import nodes
+from ckplan.compiling.costs import seconds_of_step
 from ckplan.compiling.graph import CompiledStep, as_graph
 from ckplan.compiling.layouts import convolutions_to_save, saving
 from ckplan.compiling.lowering import DynamoGraph, Lowered
@@ -33,7 +34,7 @@ from ckplan.solving.planner import Planner
 
 Progress: TypeAlias = Callable[[str, int, int], object]
 """Told the stage of the work, the number of items done and their total."""
-CANDIDATES = 16
+CANDIDATES = 32
 """Budgets, evenly spaced, for which the solver proposes a plan."""
 NEAR_FLOOR = 8
 """More of them between the two smallest, and as many in the quarter above: there, the
@@ -231,11 +232,17 @@ class CompiledPlanner:
     def overhead_in(self, joint: JointGraph) -> float:
         """Estimated seconds of another division beyond torch's own, as a fraction.
 
-        They are of its fused runs; estimates are too rough to promise a gain, so 0 is
-        the least.
+        Estimates are too rough to promise a gain, so 0 is the least.
         """
-        beyond = self.step.seconds_of(joint) / self.step.graph.step_seconds - 1
-        return max(beyond, 0.0)
+        return max(self.seconds_in(joint) / self._own_seconds - 1, 0.0)
+
+    def seconds_in(self, joint: JointGraph) -> float:
+        """Estimated seconds of a division: its ops, and memory that is new to it."""
+        return seconds_of_step(self.step.divided(joint))
+
+    @cached_property
+    def _own_seconds(self) -> float:
+        return seconds_of_step(self.step.graph)
 
     def chosen(self, one: Candidate, budget_bytes: int | None = None) -> Chosen:
         """A candidate as a plan; by default, its budget is what it takes."""

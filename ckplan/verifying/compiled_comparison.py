@@ -129,7 +129,7 @@ class _Rows:
         joints = {key: joint for key, (joint, _) in found.items()}
         replayed = {key: one for key, (_, one) in found.items()}
         planners = parts.planners
-        seconds = {k: planners[k].step.seconds_of(j) for k, j in joints.items()}
+        seconds = {k: planners[k].seconds_in(j) for k, j in joints.items()}
         overheads = {k: planners[k].overhead_in(j) for k, j in joints.items()}
         peak_bytes = parts.peak_bytes(replayed)
         backward = [one.backward.graph.nodes for one in joints.values()]

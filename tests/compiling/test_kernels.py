@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ckplan.compiling import nodes
-from ckplan.compiling.costs import CpuCosts
+from ckplan.compiling.costs import CpuCosts, touching_seconds
 from ckplan.compiling.kernels import Kernels, stores_mask
 from ckplan.compiling.lowering import Code
 from ckplan.compiling.partition import JointGraph
@@ -124,3 +124,11 @@ def test_contractions_are_measured(planner: CompiledPlanner) -> None:
     assert seconds[64 * ROWS] > 4 * seconds[ROWS]  # 64 times the work
     again = [op.seconds for op in planner.step.graph.ops if op.flops]
     assert sum(again) == pytest.approx(seconds[ROWS])  # measured once
+
+
+def test_memory_that_the_system_gives_takes_time_beyond_what_a_process_keeps() -> None:
+    kept = 1 << 26
+    assert touching_seconds(0) == touching_seconds(kept) == 0.0
+    one, two = touching_seconds(2 * kept), touching_seconds(3 * kept)
+    assert 0.0 < one < 1.0  # of 64 MiB
+    assert two == pytest.approx(2 * one)  # measured once
