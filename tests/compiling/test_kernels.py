@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-from ckplan.compiling import nodes
-from ckplan.compiling.costs import CpuCosts, touching_seconds
+from ckplan.compiling import costs, nodes
+from ckplan.compiling.costs import CpuCosts
 from ckplan.compiling.kernels import Kernels, stores_mask
 from ckplan.compiling.lowering import Code
 from ckplan.compiling.partition import JointGraph
 from ckplan.compiling.search import CompiledPlanner
 from ckplan.compiling.step import parts_of
+from ckplan.tracing.costs.cost_cache import FOLDER_VARIABLE
 from ckplan.training.workload import Workload
 
 ROWS, WIDTH = 256, 16
@@ -100,13 +102,13 @@ def test_masks_are_written_where_they_are_kept(planner: CompiledPlanner) -> None
 
 
 def test_a_dropped_mask_costs_what_it_saves(planner: CompiledPlanner) -> None:
-    costs = CpuCosts({})
+    of_cpu = CpuCosts({})
     graph = generated(planner, "")[0].forward.graph
     kernels = Kernels(graph)
     run = [
         one for one in nodes.ops_of(graph) if "random" in one.name or stores_mask(one)
     ]
-    whole, rebuilt = costs.seconds(run, kernels)[0], costs.rebuilt(run, kernels)[0]
+    whole, rebuilt = of_cpu.seconds(run, kernels)[0], of_cpu.rebuilt(run, kernels)[0]
     numbers = 2 * ROWS * 64  # each is drawn, and whether it is kept is written
     assert whole * torch.get_num_threads() == pytest.approx(numbers * 16e-9)
     assert rebuilt < whole / 100
@@ -126,9 +128,14 @@ def test_contractions_are_measured(planner: CompiledPlanner) -> None:
     assert sum(again) == pytest.approx(seconds[ROWS])  # measured once
 
 
-def test_memory_that_the_system_gives_takes_time_beyond_what_a_process_keeps() -> None:
+def test_memory_that_the_system_gives_takes_time_beyond_what_a_process_keeps(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    assert 0.0 <= costs._seconds_per_fresh_byte() < 1e-7
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
+    monkeypatch.setattr(costs, "_seconds_per_fresh_byte", lambda: 1e-9)
     kept = 1 << 26
-    assert touching_seconds(0) == touching_seconds(kept) == 0.0
-    one, two = touching_seconds(2 * kept), touching_seconds(3 * kept)
-    assert 0.0 < one < 1.0  # of 64 MiB
-    assert two == pytest.approx(2 * one)  # measured once
+    assert costs.touching_seconds(0) == costs.touching_seconds(kept) == 0.0
+    assert costs.touching_seconds(3 * kept) == pytest.approx(2e-9 * kept)
+    monkeypatch.setattr(costs, "_seconds_per_fresh_byte", lambda: 1.0)
+    assert costs.touching_seconds(2 * kept) == pytest.approx(1e-9 * kept)  # as kept
