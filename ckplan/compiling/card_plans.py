@@ -15,8 +15,9 @@ from ckplan.compiling import nodes
 from ckplan.compiling.graph import CompiledStep, as_graph
 from ckplan.compiling.layouts import saving
 from ckplan.compiling.partition import JointGraph
+from ckplan.compiling.proposing import budgets_to_try, fused
 from ckplan.compiling.saved_values import flat, saved_by
-from ckplan.compiling.search import TORCH_BUDGETS, Progress, budgets_to_try, fused
+from ckplan.compiling.search import TORCH_BUDGETS, Progress
 from ckplan.gpus import Gpu
 from ckplan.graph.graph import Graph
 from ckplan.graph.records import GeneratedCode, SavingRegion

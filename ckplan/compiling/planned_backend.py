@@ -209,6 +209,10 @@ class Backend:
 
     def _compiled(self, planner: CompiledPlanner) -> tuple[Chosen, Callable[..., Any]]:
         """The plan, and the code with it, whose replayed peak is that of the plan."""
+        if isinstance(self._wanted, Plan):
+            saved = planner.named(self._wanted).saved
+            call, lowered = planner.traced.compile(cached_partitioner(saved))
+            return planner.follow(self._wanted, lowered), call
         while True:
             chosen = self._choose(planner)
             call, lowered = planner.traced.compile(cached_partitioner(chosen.saved))

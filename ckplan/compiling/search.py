@@ -10,7 +10,7 @@ candidates, so it never costs more.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeAlias
 
@@ -21,11 +21,11 @@ from ckplan.compiling.graph import CompiledStep, as_graph
 from ckplan.compiling.layouts import convolutions_to_save, saving
 from ckplan.compiling.lowering import DynamoGraph, Lowered
 from ckplan.compiling.partition import JointGraph
+from ckplan.compiling.proposing import budgets_to_try, fused
 from ckplan.compiling.refusals import check_same_graph, check_within_budget
 from ckplan.compiling.replay import Replayed, replay
 from ckplan.compiling.saved_values import flat, saved_by
 from ckplan.errors import InfeasibleError
-from ckplan.graph.graph import Graph
 from ckplan.plan.plan import Plan, Prediction, plan_fingerprint
 from ckplan.plan.region import Region
 from ckplan.plan.resolve import describe, resolve
@@ -34,11 +34,6 @@ from ckplan.solving.planner import Planner
 
 Progress: TypeAlias = Callable[[str, int, int], object]
 """Told the stage of the work, the number of items done and their total."""
-CANDIDATES = 32
-"""Budgets, evenly spaced, for which the solver proposes a plan."""
-NEAR_FLOOR = 8
-"""More of them between the two smallest, and as many in the quarter above: there, the
-solver nests regions, which are flattened, and a plan without them is often smaller."""
 TORCH_BUDGETS = (0.75, 0.5, 0.25, 0.0)
 """Values of torch's ``activation_memory_budget``: what they save is a candidate."""
 WAYS = ("every layer", "everything", *(f"torch, {one:g}" for one in TORCH_BUDGETS))
@@ -146,17 +141,29 @@ class CompiledPlanner:
             found[name] = self._saving(self.joint.saved_by_torch(share))
         return {name: self.candidate(some) for name, some in found.items() if some}
 
-    def follow(self, plan: Plan) -> Chosen:
-        """Find the values that a plan saves, and replay it.
+    def named(self, plan: Plan) -> Candidate:
+        """Find the values that a plan saves.
 
         Raises:
-            PlanError: The plan is for uncompiled code or another graph, names what the
-                graph does not have, or its replayed peak exceeds its budget.
+            PlanError: The plan is for uncompiled code or another graph, or names what
+                the graph does not have.
         """
         check_same_graph(plan, self.joint.digest)
-        one = self.candidate(resolve(plan, self.step.graph))
+        return self.candidate(resolve(plan, self.step.graph))
+
+    def follow(self, plan: Plan, lowered: Lowered | None = None) -> Chosen:
+        """Find the values that a plan saves, and replay it.
+
+        Args:
+            plan: The plan.
+            lowered: The code that saves them; None if it is to be generated for this.
+
+        Raises:
+            PlanError: As of ``named``, or its replayed peak exceeds its budget.
+        """
+        one = self.named(plan)
         saved = one.saved
-        self._is_real(saved)
+        self._is_real(saved, lowered)
         found = self.replayed(saved)
         check_within_budget(plan, found.peak_bytes)
         return Chosen(plan, saved, found, self.unplanned, one.overhead, one.regions)
@@ -309,16 +316,6 @@ class CompiledPlanner:
         )
 
 
-def fused(step: CompiledStep) -> Graph:
-    """A step whose ops take what they add to backward, whose kernels they join."""
-    graph = step.graph
-    ops = (
-        replace(op, seconds=seconds, launch_seconds=launch)
-        for op, (seconds, launch) in zip(graph.ops, step.rebuilt, strict=True)
-    )
-    return replace(graph, ops=tuple(ops))
-
-
 def _cheapest_first(one: Candidate) -> tuple[float, bool, int]:
     return one.overhead, bool(one.regions), one.simulated_peak_bytes
 
@@ -331,14 +328,3 @@ def _nearer(joint: JointGraph, model: str, unplanned: Replayed) -> CompiledStep:
         return abs(Simulator(one.graph).run(()).peak_bytes - unplanned.peak_bytes)
 
     return min((as_graph(*given, fuses_more=one) for one in (False, True)), key=far)
-
-
-def budgets_to_try(low: int, high: int) -> Iterator[int]:
-    """Budgets for the solver: evenly spaced, and closer near the floor."""
-    parts = CANDIDATES - 1
-    for place in range(CANDIDATES):
-        yield low + (high - low) * place // parts
-    for place in range(1, NEAR_FLOOR):
-        yield low + (high - low) * place // (parts * NEAR_FLOOR)
-    for place in range(1, NEAR_FLOOR):
-        yield low + (high - low) * place // (4 * NEAR_FLOOR)

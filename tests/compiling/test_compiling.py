@@ -30,8 +30,9 @@ import ckplan
 from ckplan.compiling import lowering, nodes, planned_backend
 from ckplan.compiling.lowering import Code, Lowered, in_order
 from ckplan.compiling.outside import Outside
+from ckplan.compiling.proposing import budgets_to_try
 from ckplan.compiling.replay import replay
-from ckplan.compiling.search import Chosen, CompiledPlanner, budgets_to_try
+from ckplan.compiling.search import Chosen, CompiledPlanner
 from ckplan.compiling.step import compiled_loss
 from ckplan.compiling.torch_names import PRIMALS, TANGENTS
 from ckplan.errors import (
