@@ -185,16 +185,14 @@ def profile_compiled(
 
     Raises:
         ApplyError: This torch lacks the hook, or see ``parts_of``.
-        WorkloadError: The step does not train.
+        WorkloadError: The step does not train, or there is no such type.
         CkplanError: The workload cannot be built.
     """
     require_hook()
     target = find_target(device or ("cpu" if gpu is None else "cuda"), gpu, host)
     spec = as_spec(spec)
-    options: dict[str, Any] = {"workload": describe_workload(spec, seed)}
-    Training(amp=amp)
-    if amp is not None:
-        options["amp"] = amp
+    known: dict[str, Any] = {"workload": describe_workload(spec, seed), "amp": amp}
+    options = {key: value for key, value in known.items() if value}
     if target.device.type == "cuda":
         load, card = spec.load(), target.gpu or find(DEFAULT)
         graph = profile_for_card(
