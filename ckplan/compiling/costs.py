@@ -59,11 +59,14 @@ def touching_seconds(num_bytes: int) -> float:
     Args:
         num_bytes: Most bytes that the step allocates at once.
     """
+    if num_bytes <= _KEPT_BYTES:
+        return 0.0
     cache = cost_cache(torch.device("cpu"))
-    if not cache.known_runs(_TOUCHED):
-        cache.learn_runs({_TOUCHED: [_seconds_per_fresh_byte()]})
     known = cache.known_runs(_TOUCHED)
-    return max(num_bytes - _KEPT_BYTES, 0) * (known[-1] if known else 0.0)
+    if not known:
+        known = (_seconds_per_fresh_byte(),)
+        cache.learn_runs({_TOUCHED: known})
+    return (num_bytes - _KEPT_BYTES) * known[-1]
 
 
 def _seconds_per_fresh_byte() -> float:
@@ -91,6 +94,7 @@ class CpuCosts:
     def __init__(self, kernel_bytes: Mapping[str, int]) -> None:
         self._kernels = KernelBytes(kernel_bytes)
         self._threads = torch.get_num_threads()
+        self._keys: dict[fx.Node, tuple[int, str]] = {}  # of contractions
 
     def measure(self, *parts: fx.Graph) -> None:
         """Measure contractions, and what kernels allocate that are not generated."""
@@ -98,8 +102,10 @@ class CpuCosts:
         for node in found:
             self.workspace_of(node)
         self._kernels.measure()
-        wanted = {self._key(node): node for node in found if nodes.is_alone(node)}
-        new = {key: node for key, node in wanted.items() if key not in _MEASURED}
+        self._keys |= {node: self._key(node) for node in filter(nodes.is_alone, found)}
+        new = {key: one for one, key in self._keys.items() if key not in _MEASURED}
+        if not new:
+            return
         cpu = torch.device(self.device)
         costs = calibrate(
             [*map(_as_recorded, new.values())], cpu, None, cost_cache(cpu)
@@ -109,12 +115,12 @@ class CpuCosts:
 
     def seconds(self, run: Sequence[fx.Node], kernels: Kernels) -> tuple[float, float]:
         """Seconds of a run of nodes, and 0.0: the processor itself runs it."""
-        alone = [_MEASURED[self._key(node)] for node in run if nodes.is_alone(node)]
+        alone = [_MEASURED[self._keys[one]] for one in run if nodes.is_alone(one)]
         if alone:
             return sum(alone), 0.0
-        each = (nodes.arithmetic_seconds(n, stores_mask(n)) for n in run)
+        each = sum(map(nodes.arithmetic_seconds, run)) + _writing_seconds(run)
         moving = nodes.moving_seconds(kernels.crossing_bytes(run))
-        return max(sum(each) / self._threads, moving), 0.0
+        return max(each / self._threads, moving), 0.0
 
     def rebuilt(self, run: Sequence[fx.Node], kernels: Kernels) -> tuple[float, float]:
         """Seconds that the run adds to kernels of backward, where it is fused.
@@ -123,14 +129,9 @@ class CpuCosts:
         """
         if any(map(nodes.is_alone, run)):
             return self.seconds(run, kernels)
-        each = sum(map(nodes.arithmetic_seconds, run))
-        written = sum(
-            nodes.arithmetic_seconds(one, stores_mask=True)
-            - nodes.arithmetic_seconds(one)
-            for one in filter(stores_mask, run)
-        )
+        each = sum(map(nodes.arithmetic_seconds, run)) - _writing_seconds(run)
         moving = nodes.moving_seconds(kernels.crossing_bytes(run)) / 2
-        return max((each - written) / self._threads, moving), 0.0
+        return max(each / self._threads, moving), 0.0
 
     def _key(self, node: fx.Node) -> tuple[int, str]:
         given = pytree.tree_map_only(torch.Tensor, _meta, _values(node))
@@ -181,6 +182,10 @@ class CardCosts:
         if not nodes.is_alone(node):
             return NO_WORKSPACE
         return workspace_of(_as_recorded(node), self._gpu)
+
+
+def _writing_seconds(run: Sequence[fx.Node]) -> float:
+    return sum(map(nodes.writing_seconds, filter(stores_mask, run)))
 
 
 def _rate_of(node: fx.Node) -> str:

@@ -63,7 +63,7 @@ class Kernels:
             here = self._depth.get(base) == depth
             if part_of or (here and not _is_of_contraction(base)):
                 self._join(node, base)
-            if not part_of and _numel(base) == _numel(node):
+            if not part_of and nodes.numel(base) == nodes.numel(node):
                 self._join(node, readers.setdefault((base, depth), node))
 
     def _kernel(self, node: fx.Node) -> fx.Node:
@@ -123,8 +123,3 @@ def _is_of_contraction(node: fx.Node) -> bool:
         made = node.args[0]
         return isinstance(made, fx.Node) and nodes.is_alone(made)
     return nodes.is_alone(node)
-
-
-def _numel(node: fx.Node) -> int:
-    value = node.meta.get("val")
-    return value.numel() if isinstance(value, torch.Tensor) else 0

@@ -141,19 +141,22 @@ def flops_of(node: fx.Node) -> int:
     return int(count(*args, **kwargs, out_val=node.meta["val"]))
 
 
-def arithmetic_seconds(node: fx.Node, stores_mask: bool = False) -> float:
-    """Seconds of a node of a generated kernel besides moving bytes, on one CPU core.
+def numel(node: fx.Node) -> int:
+    """Numbers of the tensor that a node's value is; 0 of others."""
+    value = node.meta.get("val")
+    return value.numel() if isinstance(value, torch.Tensor) else 0
 
-    Args:
-        node: Not a contraction.
-        stores_mask: Whether truth values are written, which is slow.
-    """
-    value, name = node.meta.get("val"), name_of_op(node)
-    if not isinstance(value, torch.Tensor):
-        return 0.0
-    each = _SECONDS_PER_DRAW if name.startswith("inductor_rand") else 0.0
-    each += _SECONDS_PER_TRUTH if stores_mask else 0.0
-    return value.numel() * (each or _SECONDS_OF.get(name, 0.0))
+
+def arithmetic_seconds(node: fx.Node) -> float:
+    """Seconds of a node of a generated kernel besides moving bytes, on one CPU core."""
+    name = name_of_op(node)
+    draws = name.startswith("inductor_rand")
+    return numel(node) * (_SECONDS_PER_DRAW if draws else _SECONDS_OF.get(name, 0.0))
+
+
+def writing_seconds(mask: fx.Node) -> float:
+    """Seconds in which one CPU core writes a node's truth values to memory."""
+    return numel(mask) * _SECONDS_PER_TRUTH
 
 
 def moving_seconds(moved_bytes: int) -> float:
