@@ -7,10 +7,13 @@ from collections.abc import Callable, Iterable
 from datetime import date
 from typing import Any
 
-from _measuring import ROOT, results_path, workload_path
+import torch
+from _measuring import ROOT, SEED, results_path, workload_path
 
 from ckplan import files
+from ckplan.training.allocator import log_allocations
 from ckplan.training.loading import WorkloadSpec, parse_options
+from ckplan.training.workload import Workload, tensors_of
 
 Row = dict[str, Any]
 
@@ -24,6 +27,29 @@ def target_of(workload: str) -> str:
 def spec_of(workload: str, settings: Iterable[str]) -> WorkloadSpec:
     """A workload with some settings."""
     return WorkloadSpec(str(ROOT / target_of(workload)), parse_options([*settings]))
+
+
+def built(spec: WorkloadSpec) -> Workload:
+    """A workload, from the seed of all measurements."""
+    torch.manual_seed(SEED)
+    return spec.build()
+
+
+def peak_of(workload: Workload, take: Callable[[], object]) -> int:
+    """Most bytes of a step: parameters, buffers, batch, and what it allocates.
+
+    Args:
+        workload: Gradients are set to None before the step.
+        take: Takes the step.
+    """
+    model = workload.model
+    model.zero_grad(set_to_none=True)
+    with log_allocations() as log:
+        take()
+    held = tensors_of([[*model.parameters(), *model.buffers()], workload.batch])
+    storages = {one.untyped_storage().data_ptr(): one for one in held}
+    bytes_of = (one.untyped_storage().nbytes() for one in storages.values())
+    return sum(bytes_of) + log.peak_bytes
 
 
 def kept_rows(name: str, order: Callable[[Row], Any]) -> list[Row]:

@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from _compiled_rows import keep, kept_rows, spec_of
+from _compiled_rows import built, keep, kept_rows, peak_of, spec_of
 from _measuring import (
     SEED,
     Report,
@@ -107,8 +107,10 @@ def measured(name: str, threads: tuple[int, ...], rounds: int) -> list[dict[str,
     unplanned, plans = planned(name)
     say(f"{name}: compile")
     torch._dynamo.reset()
-    built = _built(name)
-    variants = [_variant(built, plan) for plan in (None, *(plan for *_, plan in plans))]
+    workload = _built(name)
+    variants = [
+        _variant(workload, plan) for plan in (None, *(plan for *_, plan in plans))
+    ]
     rows = []
     for count in threads:
         torch.set_num_threads(count)
@@ -149,10 +151,7 @@ def _equal(values: list[Any], others: list[Any]) -> bool:
 
 
 def _built(name: str) -> Any:
-    import torch
-
-    torch.manual_seed(SEED)
-    return spec_of(name, SETTINGS[name]).build()
+    return built(spec_of(name, SETTINGS[name]))
 
 
 def _progress() -> Any:
@@ -170,8 +169,6 @@ def _variant(workload: Any, plan: Any) -> Variant:
     from ckplan.compiling import backend
     from ckplan.compiling.lowering import in_order
     from ckplan.compiling.step import compiled_loss
-    from ckplan.training.allocator import log_allocations
-    from ckplan.training.workload import tensors_of
 
     model = workload.model
     loss = compiled_loss(workload, in_order if plan is None else backend(plan))
@@ -185,12 +182,7 @@ def _variant(workload: Any, plan: Any) -> Variant:
 
     one = Variant(take)
     one.values = [take(), *(parameter.grad for parameter in model.parameters())]
-    model.zero_grad(set_to_none=True)
-    with log_allocations() as log:
-        take()
-    held = tensors_of([[*model.parameters(), *model.buffers()], workload.batch])
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in held}
-    one.peak_bytes = log.peak_bytes + sum(s.nbytes() for s in storages.values())
+    one.peak_bytes = peak_of(workload, take)
     return one
 
 

@@ -24,7 +24,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from _compiled_rows import keep, kept_rows, spec_of
+from _compiled_rows import built, keep, kept_rows, peak_of, spec_of
 from _measuring import (
     SEED,
     Report,
@@ -116,7 +116,7 @@ def _profile(spec: Any) -> Any:
     from ckplan import profile
     from ckplan.training.losses import arguments_of, pick_loss
 
-    workload = _built(spec)
+    workload = built(spec)
 
     def step(model: Any, batch: Any) -> Any:
         args, kwargs = arguments_of(batch)
@@ -128,16 +128,9 @@ def _profile(spec: Any) -> Any:
 def _planner(spec: Any) -> Any:
     from ckplan.compiling.step import parts_of
 
-    (planner,) = parts_of(_built(spec)).planners.values()
+    (planner,) = parts_of(built(spec)).planners.values()
     assert planner.candidates
     return planner
-
-
-def _built(spec: Any) -> Any:
-    import torch
-
-    torch.manual_seed(SEED)
-    return spec.build()
 
 
 def _compiled(spec: Any, plan: Any) -> Step:
@@ -147,7 +140,7 @@ def _compiled(spec: Any, plan: Any) -> Step:
     from ckplan.compiling.step import compiled_loss
 
     torch._dynamo.reset()  # not between the steps of a round: they would compile again
-    workload = _built(spec)
+    workload = built(spec)
     how = "inductor" if plan is None else backend(plan)
     return _step(workload, compiled_loss(workload, how))
 
@@ -156,7 +149,7 @@ def _eager(spec: Any, plan: Any) -> Step:
     from ckplan import apply
     from ckplan.compiling.step import loss_of_model
 
-    workload = _built(spec)
+    workload = built(spec)
     if plan is not None:
         apply(workload.model, plan)
     return _step(workload, lambda: loss_of_model(workload.model, workload))
@@ -164,9 +157,6 @@ def _eager(spec: Any, plan: Any) -> Step:
 
 def _step(workload: Any, loss: Callable[[], Any]) -> Step:
     import torch
-
-    from ckplan.training.allocator import log_allocations
-    from ckplan.training.workload import tensors_of
 
     model = workload.model
 
@@ -177,13 +167,7 @@ def _step(workload: Any, loss: Callable[[], Any]) -> Step:
 
     for _ in range(3):  # plans for uncompiled steps look at the first ones
         take()
-    model.zero_grad(set_to_none=True)
-    with log_allocations() as log:
-        take()
-    held = tensors_of([[*model.parameters(), *model.buffers()], workload.batch])
-    storages = {one.untyped_storage().data_ptr(): one for one in held}
-    bytes_of = (one.untyped_storage().nbytes() for one in storages.values())
-    return Step(take, sum(bytes_of) + log.peak_bytes, [])
+    return Step(take, peak_of(workload, take), [])
 
 
 def cells(row: dict[str, Any]) -> list[str]:

@@ -11,11 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from ckplan.compiling import nodes
 from ckplan.compiling.graph import CompiledStep, as_graph
-from ckplan.compiling.layouts import saving
 from ckplan.compiling.partition import JointGraph
-from ckplan.compiling.proposing import budgets_to_try, fused
+from ckplan.compiling.proposing import budgets_to_try, fused, saving_nodes
 from ckplan.compiling.saved_values import flat, saved_by
 from ckplan.compiling.search import TORCH_BUDGETS, Progress
 from ckplan.gpus import Gpu
@@ -87,6 +85,4 @@ def _proposed(of: CardStep, planner: Planner) -> Iterator[tuple[Region, ...]]:
     yield (flat(Region(0)),)
     for share in TORCH_BUDGETS:
         names = of.joint.saved_by_torch(share)
-        every = of.joint.module.graph.nodes
-        made = frozenset(nodes.base_of(one).name for one in every if one.name in names)
-        yield saving(of.step, (flat(Region(0)),), made)
+        yield saving_nodes(of.step, of.joint, names, flat(Region(0)))

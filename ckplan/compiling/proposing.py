@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 
+from ckplan.compiling import nodes
 from ckplan.compiling.graph import CompiledStep
+from ckplan.compiling.layouts import saving
+from ckplan.compiling.partition import JointGraph
 from ckplan.graph.graph import Graph
+from ckplan.plan.region import Region
 
 CANDIDATES = 32
 """Budgets, evenly spaced, for which the solver proposes a plan."""
@@ -23,6 +27,15 @@ def fused(step: CompiledStep) -> Graph:
         for op, (seconds, launch) in zip(graph.ops, step.rebuilt, strict=True)
     )
     return replace(graph, ops=tuple(ops))
+
+
+def saving_nodes(
+    step: CompiledStep, joint: JointGraph, names: Collection[str], whole: Region
+) -> tuple[Region, ...]:
+    """All of forward as one region, ``whole``, that saves the storages of nodes."""
+    every = joint.module.graph.nodes
+    made = frozenset(nodes.base_of(one).name for one in every if one.name in names)
+    return saving(step, (whole,), made)
 
 
 def budgets_to_try(low: int, high: int) -> Iterator[int]:

@@ -15,13 +15,12 @@ from functools import cached_property
 from typing import TypeAlias
 
 from ckplan import units
-from ckplan.compiling import nodes
 from ckplan.compiling.costs import seconds_of_step
 from ckplan.compiling.graph import CompiledStep, as_graph
 from ckplan.compiling.layouts import convolutions_to_save, saving
 from ckplan.compiling.lowering import DynamoGraph, Lowered
 from ckplan.compiling.partition import JointGraph
-from ckplan.compiling.proposing import budgets_to_try, fused
+from ckplan.compiling.proposing import budgets_to_try, fused, saving_nodes
 from ckplan.compiling.refusals import check_same_graph, check_within_budget
 from ckplan.compiling.replay import Replayed, replay
 from ckplan.compiling.saved_values import flat, saved_by
@@ -302,9 +301,7 @@ class CompiledPlanner:
 
     def _saving(self, names: Collection[str]) -> tuple[Region, ...]:
         """All of forward as one region that saves the storages of nodes."""
-        found = self.joint.module.graph.nodes
-        made = frozenset(nodes.base_of(one).name for one in found if one.name in names)
-        return saving(self.step, (Region(0),), made)
+        return saving_nodes(self.step, self.joint, names, Region(0))
 
     def _nothing_fits(self, budget_bytes: int) -> InfeasibleError:
         smallest = min(one.peak_bytes for one in self._replayed.values())
