@@ -259,7 +259,7 @@ class _KnownSteps:
             self._times[key] = times
             found = self._known[key] = OtherSteps(first=found.first)
         like = (way.amp, way.scaler, way.options, rows, accumulate)
-        found.like = self._recorded.get(like)
+        found.like, found.rows = self._recorded.get(like), rows
         return found
 
     def learn(self, way: Way, rows: int, accumulate: int, graph: Graph) -> None:

@@ -6,9 +6,11 @@ workload's own batch to the smallest peak that a plan gives it. The tuned settin
 beside what people do: the largest batch without a plan, every layer checkpointed at its
 largest batch, and every second one. Four micro-batches accumulated update parameters
 once in four: beside them stands the setting tuned for as many samples per update
-(`--total-batch`). All take steps in processes of their own, one each in every round.
-Samples per second are of CPU seconds, medians over the rounds but the first two;
-predicted ones are of ops that are measured once, with the same seconds in all settings.
+(`--total-batch`). Peaks are of processes of their own. Steps are taken in turns by
+copies in one process that keeps its memory, as is what predictions are measured in. A
+round is as many turns as take about two seconds of the first; the mean of the faster
+half of its CPU seconds counts, and of the rounds the median. Predicted speeds are of
+ops that are measured once, with the same seconds in all settings.
 "Order" is the share of pairs of settings that were predicted in the order measured, or
 are within 3 % of each other.
 """
@@ -18,12 +20,12 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import combinations
 
 import _lever_signs
 import _measuring as measuring
+from _copies import measured_in_turns
 from _kept_rows import KeptRows
 
 from ckplan.autotune import recorder_of_spec
@@ -39,7 +41,6 @@ from ckplan.tuning.search import WaySearch
 from ckplan.tuning.settings import Setting
 from ckplan.tuning.tune import Tuning
 from ckplan.units import format_bytes
-from ckplan.verifying.step_process import StepProcess, take_turns
 
 _TOKENS = "layers=4", "width=128", "heads=4", "length=64", "vocab=1000", "batch=16"
 MODELS: dict[str, tuple[str, ...]] = {
@@ -56,7 +57,6 @@ MODELS: dict[str, tuple[str, ...]] = {
 }
 SHARES = (0.25, 0.5, 0.75)  # of the way from the unplanned peak to the smallest
 MICRO_BATCHES = 4
-DROPPED_ROUNDS = 2
 MOST_SLOWER = 0.03
 MOST_OFF, LEAST_WITHIN, LEAST_IN_ORDER = 0.08, 0.9, 0.95
 TUNED, ACCUMULATED, TUNED_TOTAL = "tuned", "accumulated", "tuned, total kept"
@@ -185,22 +185,17 @@ def _rows(
     settings: Sequence[_Contestant],
     rounds: int,
 ) -> Iterator[Row]:
-    with ExitStack() as running:
-        processes = [
-            running.enter_context(
-                StepProcess(
-                    replace(spec, rows=one.rows),
-                    _lever_signs.plan_for(one.graph, one.regions),
-                    one.training,
-                    one_thread=True,
-                )
-            )
-            for one in settings
-        ]
-        peaks = [process.first_steps().peak_bytes for process in processes]
-        timed = take_turns([process.timed_step for process in processes], rounds)
+    ways = [
+        (
+            replace(spec, rows=one.rows),
+            _lever_signs.plan_for(one.graph, one.regions),
+            one.training,
+        )
+        for one in settings
+    ]
+    peaks, timed = measured_in_turns(ways, rounds)
     for one, peak, taken in zip(settings, peaks, timed, strict=True):
-        seconds = statistics.median(step.cpu_seconds for step in taken[DROPPED_ROUNDS:])
+        seconds = statistics.median(taken)
         speeds = one.samples / seconds, one.samples / one.predicted_seconds
         yield Row(name, limit.bytes, one.name, one.rows, one.accumulate, peak, *speeds)
 

@@ -1,11 +1,14 @@
 """Proves that the signs in the table of `ckplan tune` are right, for every lever alone.
 
 Eight small models train on the CPU at their own batch, on one thread, without a lever
-and with every lever alone, in processes of their own, one step each in every round:
-bytes that the lever saves of the peak and seconds per sample that it adds, predicted
-and measured, as parts of those without. Seconds are CPU seconds, medians over the
-rounds but the first two. Where their quartiles lie on both sides of none, they have no
-sign. "Far" is more than 2 points off.
+and with every lever alone: bytes that the lever saves of the peak and seconds per
+sample that it adds, predicted and measured, as parts of those without. Peaks are of
+processes of their own. Steps are taken in turns by copies in one process that keeps its
+memory, as is what predictions are measured in. A round is as many turns as take about
+two seconds of the model without a lever; the mean of the faster half of its CPU seconds
+counts. A change is the median over rounds, each with its own step without a lever.
+Where the quartiles lie on both sides of none, it has no sign. "Far" is more than 2
+points off.
 """
 
 from __future__ import annotations
@@ -14,11 +17,12 @@ import argparse
 import os
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from unittest import mock
 
 import _measuring as measuring
+from _copies import measured_in_turns
 from _kept_rows import KeptRows
 
 from ckplan.autotune import recorder_of_spec
@@ -36,7 +40,6 @@ from ckplan.tuning.lever_rows import ACCUMULATE, RECOMPUTE
 from ckplan.tuning.search import WaySearch
 from ckplan.tuning.settings import Lever, Way, grouped_update, kernel_of, levers_of
 from ckplan.tuning.tune import Tuning
-from ckplan.verifying.step_process import StepProcess, take_turns
 
 _TOKENS = "layers=4", "width=128", "heads=4", "length=64", "vocab=1000"
 MODELS: dict[str, tuple[str, ...]] = {
@@ -52,7 +55,6 @@ MODELS: dict[str, tuple[str, ...]] = {
 CHANGING = "bf16", "adafactor"
 FREED = 0.5  # of the way from the unplanned peak to the floor, by a plan
 MICRO_BATCHES = 4
-DROPPED_ROUNDS = 2
 MOST_POINTS, LEAST_WITHIN = 0.02, 0.9
 NOTHING = 0.001  # of the base: a difference of bytes or seconds that has no sign
 HEADERS = "model", "lever", "saves", "measured", "time", "measured", "quartiles", "sign"
@@ -132,22 +134,13 @@ def _measured(name: str, rounds: int) -> Iterator[Row]:
     tuning = Tuning(record, MemoryLimit(2**62), way=way, rows=rows, allow=CHANGING)
     with no_known_costs():
         base, *others = pulled = list(_pulled(tuning, way, rows))
-    with ExitStack() as running:
-        processes = [
-            running.enter_context(
-                StepProcess(
-                    replace(spec, rows=rows),
-                    plan_for(one.graph, one.regions),
-                    one.training,
-                    one_thread=True,
-                )
-            )
-            for one in pulled
-        ]
-        peaks = [process.first_steps().peak_bytes for process in processes]
-        timed = take_turns([process.timed_step for process in processes], rounds)
+    ways = [
+        (replace(spec, rows=rows), plan_for(one.graph, one.regions), one.training)
+        for one in pulled
+    ]
+    peaks, timed = measured_in_turns(ways, rounds)
     seconds = [
-        [step.cpu_seconds / one.training.accumulate for step in taken[DROPPED_ROUNDS:]]
+        [one_step / one.training.accumulate for one_step in taken]
         for one, taken in zip(pulled, timed, strict=True)
     ]
     for one, peak, taken in zip(others, peaks[1:], seconds[1:], strict=True):

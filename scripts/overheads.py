@@ -37,36 +37,29 @@ import statistics
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
-from functools import partial
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import _measuring as measuring
 import torch
+from _copies import Copies
 from _in_turns import own_cache
 from _overhead_models import MODELS, spec_of
 
 from ckplan import files
 from ckplan.errors import CkplanError
-from ckplan.plan.plan import Plan
 from ckplan.solving.planner import Planner
 from ckplan.solving.solve import to_plan
-from ckplan.tracing.costs.spread import quartiles, undisturbed
+from ckplan.tracing.costs.spread import quartiles
 from ckplan.tracing.profile import profile_workload
 from ckplan.tracing.steps.in_step import NOTE_IN_STEP
 from ckplan.training.loading import WorkloadSpec
 from ckplan.training.step import Training
 from ckplan.units import format_bytes, format_seconds
-from ckplan.verifying.phases import TimedStep
-from ckplan.verifying.step_process import StepProcess, take_turns
-from ckplan.verifying.worker import FIRST_STEPS, TIMED_STEP, Job, Worker
-from ckplan.verifying.worker import main as answer
 
-ROUND = "round"
 SHARES = (0.25, 0.5, 0.75)
-ROUND_SECONDS, MOST_TURNS = 4.0, 40
+ROUND_SECONDS = 4.0
 TRAINING = Training("sgd")
 MOST_POINTS, MOST_RELATIVE, MOST_UNDER = 0.02, 0.15, 0.05
 LEAST_ON_LINE = {1: 0.95, 0: 0.90}  # threads, 0: torch's default -> share of rows
@@ -186,8 +179,9 @@ def _rows(name: str, threads: int, spec: WorkloadSpec, rounds: int) -> list[Row]
     solved = [planner.solve(round(whole - s * (whole - floor))) for s in SHARES]
     with Copies(spec, None, TRAINING, measuring.SEED) as process:
         process.first_steps()
-        process.add([to_plan(graph, one) for one in solved])
-        taken = [process.round(of_cpu=threads == 1) for _ in range(rounds)]
+        process.add([(spec, to_plan(graph, one), TRAINING) for one in solved])
+        of_cpu = threads == 1
+        taken = [process.round(ROUND_SECONDS, of_cpu=of_cpu) for _ in range(rounds)]
     unplanned, *planned = zip(*taken, strict=True)
     return [
         Row(
@@ -201,51 +195,6 @@ def _rows(name: str, threads: int, spec: WorkloadSpec, rounds: int) -> list[Row]
         )
         for one, found in zip(solved, planned, strict=True)
     ]
-
-
-class Copies(StepProcess):
-    """Copies of a model, the first without a plan, that take steps in turns."""
-
-    main = "import overheads; overheads.take_requests()"
-
-    def add(self, plans: Sequence[Plan]) -> None:
-        """Build a copy for each plan, and let it take its first steps."""
-        self._ask(list(plans))
-
-    def round(self, *, of_cpu: bool) -> list[float]:
-        """Seconds of a step of each copy, of the wall or of the processor."""
-        taken: list[list[TimedStep]] = self._ask(ROUND)
-        return [
-            undisturbed([one.cpu_seconds if of_cpu else one.seconds for one in of])
-            for of in taken
-        ]
-
-
-class _Copies(Worker):
-    """What their process does."""
-
-    def __init__(self, job: Job) -> None:
-        super().__init__(job)
-        self._job_of_all, self._others = job, list[Worker]()
-
-    def handle(self, request: Any) -> Any:
-        """Add copies, or take a round of steps."""
-        if isinstance(request, list):
-            self._others = [Worker(replace(self._job_of_all, plan=p)) for p in request]
-            for one in self._others:
-                one.handle(FIRST_STEPS)
-            return None
-        if request != ROUND:
-            return super().handle(request)
-        steps = [partial(one.handle, TIMED_STEP) for one in (self, *self._others)]
-        last = steps[0]()
-        turns = min(max(round(ROUND_SECONDS / last.seconds), 1), MOST_TURNS)
-        return take_turns(steps, turns)
-
-
-def take_requests() -> None:
-    """What a child process runs."""
-    answer(_Copies)
 
 
 def _quartiles(

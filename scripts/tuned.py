@@ -10,7 +10,7 @@ ratios are results, and no claim.
 
     python scripts/tuned.py
     python scripts/tuned.py --part hand --minutes 30
-    python scripts/tuned.py --part hand --only gpt2 --rounds 12
+    python scripts/tuned.py --part hand --only gpt2 --rounds 9
     python scripts/tuned.py --part batches --gpu "RTX 4090"
 
 Exit code 1 if a step exceeds its limit; a tuned setting is slower than one by hand by
@@ -47,6 +47,7 @@ class _Part(NamedTuple):
 def main() -> int:
     """Print the tables and write their pages of results."""
     args = _arguments()
+    measuring.keep_memory()
     torch.set_num_threads(1)
     wanted = args.part or PARTS
     codes = []
@@ -118,8 +119,8 @@ def _arguments() -> argparse.Namespace:
         "--rounds",
         metavar="N",
         type=int,
-        default=12,
-        help="steps of each, the first two dropped  [default: 12]",
+        default=5,
+        help="of steps of each way to train  [default: 5]",
     )
     parser.add_argument(
         "--minutes",

@@ -1,9 +1,11 @@
 """Seconds in a step for steps that differ from it in their batch or their optimizer.
 
-Steps are measured at one batch. There, the seconds of a phase are some factor of those
-of its ops measured alone; other batches, whose ops are measured alone, take the same
-factor. So seconds of all batches are comparable, and few steps are taken. Another
-optimizer shares forward and backward: only the factor of its own phase is measured.
+Steps are measured at two batches. Forward and backward of all others are on the line
+through both: a step has seconds that no row adds to, of Python and of launches. As long
+as one batch is known, its seconds are some factor of those of its ops measured alone,
+which another batch takes, too. So seconds of all batches are comparable, and few steps
+are taken. Another optimizer shares forward and backward: only the factor of its own
+phase is measured.
 """
 
 from __future__ import annotations
@@ -11,6 +13,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from operator import mul
+from typing import NamedTuple
 
 from ckplan.graph.graph import Graph
 from ckplan.graph.updates import with_update_of
@@ -30,8 +34,10 @@ from ckplan.training.step import Training
 class OtherSteps:
     """What steps of one model and precision, measured once, say of all others."""
 
+    rows: int | None = None  # of a micro-batch of the next step, if they are known
     measured: Graph | None = None  # the first step, as measured
     begun: bool = False  # a step was tried, measured or not
+    at_rows: dict[int, _Batch | None] = field(default_factory=dict)  # two at most
     factors: tuple[float, float] = (1.0, 1.0)  # of forward and backward
     first: FirstStep = field(default_factory=FirstStep)
     of_ops: dict[str, float] = field(default_factory=dict)  # of forward
@@ -78,7 +84,11 @@ class OtherSteps:
         return with_update_of(self.like, update)
 
     def taken_into(
-        self, graph: Graph, optimizer: str | None, measure: Callable[[], Graph]
+        self,
+        graph: Graph,
+        optimizer: str | None,
+        measure: Callable[[], Graph],
+        measure_phases: Callable[[], StepSeconds | None],
     ) -> Graph:
         """A step with seconds as in a step.
 
@@ -87,6 +97,7 @@ class OtherSteps:
             optimizer: The name of its optimizer.
             measure: Takes steps of it: ``graph`` with their seconds, or with a note
                 why they were not measured.
+            measure_phases: Takes steps of it without plans; None if it cannot.
         """
         if not self.begun:
             self.begun, found = True, measure()
@@ -96,9 +107,12 @@ class OtherSteps:
             self.measured, self.factors = found, (factors[0], factors[1])
             self.of_ops = _factors_of_ops(graph, found)
             self.of_optimizers[optimizer] = own
+            self._learn(StepSeconds(*_phases(found)))
             return found
         if self.measured is None:
             return graph
+        if len(self.at_rows) == 1 and self.rows not in self.at_rows:
+            self._learn(measure_phases(), graph.num_batches)
         if optimizer not in self.of_optimizers:
             found = measure()
             if NOTE_IN_STEP in found.notes:
@@ -109,15 +123,44 @@ class OtherSteps:
 
     def _scaled(self, graph: Graph, of_optimizer: float) -> Graph:
         assert self.measured is not None
-        forward, backward, update = _phases(graph)
-        many = graph.num_batches
+        *alone, update = _phases(graph)
+        batch = self._on_line() or _Batch(*map(mul, self.factors, alone))
         seconds = StepSeconds(
-            self.factors[0] * many * forward,
-            self.factors[1] * many * backward,
+            graph.num_batches * batch.forward,
+            graph.num_batches * batch.backward,
             of_optimizer * update,
         )
         costs = StepCosts(seconds, self.measured.engine, self.of_ops)
         return with_step_costs(graph, costs)
+
+    def _learn(self, phases: StepSeconds | None, num_batches: int = 1) -> None:
+        """Remember what a batch of the next step's rows takes, if it was measured."""
+        if self.rows is None:
+            return
+        self.at_rows[self.rows] = None
+        if phases is not None:
+            both = phases.forward / num_batches, phases.backward / num_batches
+            self.at_rows[self.rows] = _Batch(*both)
+
+    def _on_line(self) -> _Batch | None:
+        """The next batch, measured or on the line through two that are, if known."""
+        found = self.at_rows.get(self.rows) if self.rows is not None else None
+        if found is not None or self.rows is None or len(self.at_rows) < 2:
+            return found
+        (few, small), (many, large) = sorted(self.at_rows.items())
+        if small is None or large is None:
+            return None
+        place, share = (self.rows - few) / (many - few), min(self.rows / few, 1.0)
+        pairs = zip(small, large, strict=True)
+        # A row takes no less in a smaller batch.
+        return _Batch(*(max(a + place * (b - a), share * a) for a, b in pairs))
+
+
+class _Batch(NamedTuple):
+    """Seconds of one micro-batch in a step."""
+
+    forward: float
+    backward: float
 
 
 def _factors(alone: Graph, in_step: Graph) -> tuple[float, float, float]:

@@ -33,7 +33,7 @@ from ckplan.tracing.other_steps import OtherSteps
 from ckplan.tracing.recording.side_effects import preserve_rng_state
 from ckplan.tracing.seconds import coding_costs_of, costs_of, engine_costs_of
 from ckplan.tracing.smaller_batches import DoesNotFitError, profile_smaller_batches
-from ckplan.tracing.steps.measured import with_seconds_in_step
+from ckplan.tracing.steps.measured import phases_in_step, with_seconds_in_step
 from ckplan.tracing.steps.tiled_bits import with_tested_tiles
 from ckplan.tracing.steps.tiled_row_bits import with_tested_rows
 from ckplan.tracing.target import TraceTarget, find_target
@@ -288,15 +288,17 @@ def _measured_whole(
         graph = with_tested_rows(graph, build, target.placed, cache, progress)
     if target.device.type != "cpu" or in_step is False:
         return graph
+    step = graph, real, training, cache
     measured = partial(
         with_seconds_in_step,
-        *(graph, real, training, cache),
+        *step,
         asked=known is None and bool(in_step),
         progress=progress,
     )
-    return (
-        known.taken_into(graph, training.optimizer, measured) if known else measured()
-    )
+    if known is None:
+        return measured()
+    phases = partial(phases_in_step, *step)
+    return known.taken_into(graph, training.optimizer, measured, phases)
 
 
 def as_graph(

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import graphs
 import pytest
@@ -43,6 +44,7 @@ from ckplan.tracing.steps.in_step import (
 )
 from ckplan.tracing.steps.measured import (
     NOTE_NOT_IN_STEP,
+    phases_in_step,
     with_seconds_in_step,
 )
 from ckplan.tracing.steps.ops_in_step import (
@@ -303,7 +305,7 @@ def faster(graph: Graph, factor: float) -> Graph:
     return replace(graph, ops=tuple(ops))
 
 
-def never() -> Graph:
+def never() -> Any:
     raise AssertionError("steps were taken again")
 
 
@@ -312,29 +314,63 @@ def test_other_batches_and_optimizers_take_the_factors_of_the_measured_step(
 ) -> None:
     steps = OtherSteps()
     costs = StepCosts(StepSeconds(30.0, 70.0, 5.0), IN_STEPS, OF_OPS)
-    first = steps.taken_into(graph, None, lambda: with_step_costs(graph, costs))
+    first = steps.taken_into(graph, None, lambda: with_step_costs(graph, costs), never)
     assert first.step_seconds == pytest.approx(105.0)
-    larger = steps.taken_into(faster(graph, 3.0), None, never)
+    larger = steps.taken_into(faster(graph, 3.0), None, never, no_phases)
     assert larger.step_seconds == pytest.approx(315.0)
     assert larger.engine == first.engine
     assert NOTE_IN_STEP in larger.notes
     accumulated = replace(graph, options={"accumulate": 4})
-    found = steps.taken_into(accumulated, None, never)
+    found = steps.taken_into(accumulated, None, never, never)
     assert found.step_seconds == pytest.approx(4 * 100.0 + 5.0)
 
     # Forward and backward of another optimizer stay comparable with the first one's.
     slow = StepCosts(StepSeconds(90.0, 90.0, 10.0), IN_STEPS, OF_OPS)
-    other = steps.taken_into(graph, "sgd", lambda: with_step_costs(graph, slow))
+    other = steps.taken_into(graph, "sgd", lambda: with_step_costs(graph, slow), never)
     assert other.step_seconds == pytest.approx(110.0)
-    assert steps.taken_into(graph, "sgd", never).ops == other.ops
-    assert steps.taken_into(graph, "adam", lambda: graph).ops == first.ops
+    assert steps.taken_into(graph, "sgd", never, never).ops == other.ops
+    assert steps.taken_into(graph, "adam", lambda: graph, never).ops == first.ops
+
+
+def no_phases() -> None:
+    """Steps cannot be taken."""
+
+
+def test_a_second_batch_is_measured_and_others_are_on_the_line(graph: Graph) -> None:
+    steps = OtherSteps(rows=8)
+    costs = StepCosts(StepSeconds(30.0, 70.0, 5.0), IN_STEPS, OF_OPS)
+    steps.taken_into(graph, None, lambda: with_step_costs(graph, costs), never)
+
+    def at(rows: int, accumulate: int = 1, ask: Callable[[], Any] = never) -> Graph:
+        steps.rows = rows
+        slower = faster(replace(graph, options={"accumulate": accumulate}), rows)
+        return steps.taken_into(slower, None, never, ask)
+
+    # A second batch accumulated: both of its micro-batches were measured together.
+    assert at(8).step_seconds == pytest.approx(30.0 + 70.0 + 8 * 5.0)
+    second = at(4, 2, lambda: StepSeconds(2 * 20.0, 2 * 30.0, 9.0))
+    assert second.step_seconds == pytest.approx(2 * 50.0 + 4 * 5.0)
+    assert at(16).step_seconds == pytest.approx(50.0 + 150.0 + 16 * 5.0)
+    assert at(6, 3).step_seconds == pytest.approx(3 * (25.0 + 50.0) + 6 * 5.0)
+    # Backward of half the rows takes at least half the seconds.
+    assert at(2).step_seconds == pytest.approx(15.0 + 15.0 + 2 * 5.0)
+
+
+def test_where_the_second_batch_is_not_measured_factors_remain(graph: Graph) -> None:
+    steps = OtherSteps(rows=8)
+    costs = StepCosts(StepSeconds(30.0, 70.0, 5.0), IN_STEPS, OF_OPS)
+    steps.taken_into(graph, None, lambda: with_step_costs(graph, costs), never)
+    for rows, asked in ((4, no_phases), (2, never)):
+        steps.rows = rows
+        found = steps.taken_into(faster(graph, rows / 8), None, never, asked)
+        assert found.step_seconds == pytest.approx(105.0 * rows / 8)
 
 
 def test_where_the_first_step_is_not_measured_no_other_is(graph: Graph) -> None:
     steps = OtherSteps()
     noted = replace(graph, notes=(NOTE_NOT_IN_STEP,))
-    assert steps.taken_into(graph, None, lambda: noted) == noted
-    assert steps.taken_into(graph, "sgd", never) == graph
+    assert steps.taken_into(graph, None, lambda: noted, never) == noted
+    assert steps.taken_into(graph, "sgd", never, never) == graph
 
 
 # -- measured ----------------------------------------------------------------------
@@ -381,11 +417,12 @@ def profiled() -> Graph:
     return replace(graph, ops=tuple(ops))
 
 
-def in_step(graph: Graph, cache: CostCache, *, asked: bool = True) -> Graph:
-    def build() -> Workload:
-        return Workload(Blocks(64), torch.ones(32, 64))
+def workload() -> Workload:
+    return Workload(Blocks(64), torch.ones(32, 64))
 
-    return with_seconds_in_step(graph, build, DEFAULT_TRAINING, cache, asked=asked)
+
+def in_step(graph: Graph, cache: CostCache, *, asked: bool = True) -> Graph:
+    return with_seconds_in_step(graph, workload, DEFAULT_TRAINING, cache, asked=asked)
 
 
 @pytest.fixture
@@ -437,6 +474,22 @@ def test_what_steps_take_longer_with_plans_is_what_plans_are_said_to_cost(
         added = simulate(found, regions).recompute_seconds
         assert added == pytest.approx(4 * seconds_per_layer, rel=0.2)
     assert found.engine.region_seconds > prior.region_seconds
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_phases_without_a_plan_are_measured_once_and_kept(
+    profiled: Graph, cache: CostCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    how = profiled, workload, DEFAULT_TRAINING, cache
+    assert phases_in_step(*how) is None  # the step is short
+    monkeypatch.setattr(measured, "SHORTEST_SECONDS", 0.0)
+    found = phases_in_step(*how)
+    assert found is not None
+    assert min(found.forward, found.backward, found.optimizer) > 0
+    monkeypatch.setattr(measured, "_timed", fail)
+    assert phases_in_step(*how) == found
+    other = replace(profiled, options={"accumulate": 2})
+    assert phases_in_step(other, *how[1:]) is None  # it fails
 
 
 def test_profiling_with_steps_leaves_model_and_random_state(

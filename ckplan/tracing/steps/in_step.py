@@ -10,7 +10,7 @@ costs of recomputation (``fitting``).
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, fields, replace
 from itertools import islice
 
@@ -85,13 +85,34 @@ def keep_step_costs(graph: Graph, costs: StepCosts, cache: CostCache) -> StepCos
     keys = _keys(graph)
     of_ops = (costs.of_ops.get(name, 1.0) for name in _names(graph))
     found = (*astuple(costs.unplanned), *astuple(costs.engine), *of_ops)
-    new = {k: Cost(v, 0, 0, measured=True) for k, v in zip(keys, found, strict=True)}
-    return _costs_of(graph, cache.learn(new), keys)
+    return _costs_of(graph, cache.learn(_as_costs(keys, found)), keys)
+
+
+def known_phases(graph: Graph, cache: CostCache) -> StepSeconds | None:
+    """The phases that are kept for this step without a plan, or None."""
+    keys = _keys(graph)[: len(_PHASES)]
+    known = cache.known(keys)
+    return _phases_of(known, keys) if len(known) == len(keys) else None
+
+
+def keep_phases(graph: Graph, found: StepSeconds, cache: CostCache) -> StepSeconds:
+    """Keep the phases of this step; returns the medians of the last few runs."""
+    keys = _keys(graph)[: len(_PHASES)]
+    return _phases_of(cache.learn(_as_costs(keys, astuple(found))), keys)
+
+
+def _as_costs(keys: Sequence[str], seconds: Iterable[float]) -> dict[str, Cost]:
+    pairs = zip(keys, seconds, strict=True)
+    return {key: Cost(one, 0, 0, measured=True) for key, one in pairs}
+
+
+def _phases_of(known: Mapping[str, Cost], keys: Sequence[str]) -> StepSeconds:
+    return StepSeconds(*(known[key].seconds for key in keys))
 
 
 def _costs_of(graph: Graph, known: dict[str, Cost], keys: Sequence[str]) -> StepCosts:
-    numbers = iter([known[key].seconds for key in keys])
-    phases = StepSeconds(*islice(numbers, len(_PHASES)))
+    phases = _phases_of(known, keys[: len(_PHASES)])
+    numbers = iter([known[key].seconds for key in keys[len(_PHASES) :]])
     engine = EngineCosts(*islice(numbers, len(_ENGINE)))
     return StepCosts(phases, engine, dict(zip(_names(graph), numbers, strict=True)))
 

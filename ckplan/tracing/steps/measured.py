@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -33,7 +34,9 @@ from ckplan.tracing.steps.fitting import Added, fit
 from ckplan.tracing.steps.in_step import (
     StepCosts,
     StepSeconds,
+    keep_phases,
     keep_step_costs,
+    known_phases,
     known_step_costs,
     with_step_costs,
 )
@@ -58,6 +61,7 @@ MOST_RELATIVE_ERROR = 0.1  # of the overhead itself, if that is more
 _ENOUGH = 0.003  # a standard error that needs no more rounds
 _WARM_STEPS = 2  # the first one is recorded
 _LEAST_ROUNDS = 3
+_UNPLANNED_ROUNDS = 10
 _LOOK_EVERY = 5  # rounds
 _LIMITS = (15, LONGEST_SECONDS / 2)  # rounds, and seconds of them all
 _LIMITS_ASKED = (60, 30.0)
@@ -105,6 +109,27 @@ def with_seconds_in_step(
     return with_step_costs(graph, known)
 
 
+def phases_in_step(
+    graph: Graph, build: Callable[[], Workload], training: Training, cache: CostCache
+) -> StepSeconds | None:
+    """Seconds of the phases of real steps without a plan, kept ones or new ones.
+
+    Arguments are those of ``with_seconds_in_step``. None if steps cannot be measured.
+    """
+    known = known_phases(graph, cache)
+    if known is not None:
+        return known
+    try:
+        _check_worth(graph, training, 0, asked=False)
+        with _steps_fail():
+            way = _begin(graph, build, training, ())
+            rounds = [_timed(way.step) for _ in range(_UNPLANNED_ROUNDS)]
+    except NotMeasuredError:
+        return None
+    found = StepSeconds(*map(undisturbed, zip(*rounds, strict=True)))
+    return keep_phases(graph, found, cache)
+
+
 def measure_step(
     graph: Graph,
     build: Callable[[], Workload],
@@ -130,30 +155,37 @@ def measure_step(
     if not trials:
         raise NotMeasuredError("no layer can be recomputed")
     _check_worth(graph, training, len(trials), asked)
-    load = machine_load()
-    if load.is_high and torch.get_num_threads() > 1:
-        raise NotMeasuredError(
-            f"the machine is busy (load average {load.running:.1f}, {load.cores} cores)"
-        )
     tell = progress or (lambda what, done, total: None)
     tell("measuring steps", 0, 0)
-    try:
-        warm_up_vector_kernels()
+    with _steps_fail():
         ways = [_begin(graph, build, training, one) for one in ((), *trials)]
         limits = _LIMITS_ASKED if asked else _LIMITS
         rounds = _take_turns(ways, *limits, tell)
         ops = [time_ops(way.step, _clock()) for way in ways[:2]]
+    return _judged(graph, trials, rounds, ops)
+
+
+@contextmanager
+def _steps_fail() -> Iterator[None]:
+    """A scope of real steps; what fails there means that they are not measured."""
+    try:
+        warm_up_vector_kernels()
+        yield
     except NotMeasuredError:
         raise
     except Exception as error:
         raise NotMeasuredError(f"{type(error).__name__}: {first_line(error)}") from None
     finally:
         gc.collect()
-    return _judged(graph, trials, rounds, ops)
 
 
 def _check_worth(graph: Graph, training: Training, num_plans: int, asked: bool) -> None:
-    """Refuse steps that cannot be taken, or take too long."""
+    """Refuse steps that cannot be taken, take too long, or share the machine."""
+    load = machine_load()
+    if load.is_high and torch.get_num_threads() > 1:
+        raise NotMeasuredError(
+            f"the machine is busy (load average {load.running:.1f}, {load.cores} cores)"
+        )
     if training.predicted_only:
         raise NotMeasuredError(f"{training.optimizer} cannot train")
     steps = _SLOWER_WARM * _WARM_STEPS + _LEAST_ROUNDS
