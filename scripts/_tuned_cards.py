@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import _measuring as measuring
@@ -94,12 +94,15 @@ def on_cards(args: argparse.Namespace) -> tuple[str, list[str]]:
 
 
 def searches(
-    models: dict[str, tuple[str, ...]], args: argparse.Namespace
+    models: Sequence[tuple[str, tuple[str, ...]]], args: argparse.Namespace
 ) -> Iterator[tuple[str, WaySearch]]:
-    """(workload, its search on a card)."""
-    for name in measuring.chosen(models, args.only):
-        measuring.say(f"{name} on {args.gpu}")
-        yield name, _search(name, models[name], args.gpu)[0]
+    """(workload with its settings, its search on a card)."""
+    names = measuring.chosen([*dict.fromkeys(name for name, _ in models)], args.only)
+    for name, settings in models:
+        if name in names:
+            title = " ".join((name, *settings))
+            measuring.say(f"{title} on {args.gpu}")
+            yield title, _search(name, settings, args.gpu)[0]
 
 
 def _search(name: str, settings: tuple[str, ...], gpu: str) -> tuple[WaySearch, int]:

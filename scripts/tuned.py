@@ -35,7 +35,13 @@ import torch
 
 from ckplan.tuning.search import WaySearch
 
-LARGE: dict[str, tuple[str, ...]] = {"gpt2": (), "resnet50": (), "unet": ()}
+LARGE: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("gpt2", ()),
+    ("resnet50", ()),
+    ("resnet50", ("layers=101",)),
+    ("unet", ()),
+    ("unet", ("layers=8",)),
+)
 
 
 class _Part(NamedTuple):
@@ -90,8 +96,9 @@ _BATCHES = """Shows how much larger a batch can be with a plan.
 
 The largest batch of a card with a plan, over the largest one without, and what the
 plan costs there; "per sample" is beyond the seconds of a sample at the largest batch
-without. Segments are those of PyTorch's allocator, as usual and with
-`PYTORCH_ALLOC_CONF=expandable_segments:True`.
+without. What every layer keeps for backward, plans free; what one layer needs while it
+runs, they do not: deeper models have larger ratios. Segments are those of PyTorch's
+allocator, as usual and with `PYTORCH_ALLOC_CONF=expandable_segments:True`.
 """
 PARTS: Mapping[str, _Part] = {
     "hand": _Part(

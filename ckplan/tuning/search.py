@@ -78,7 +78,9 @@ class WaySearch:
         most = {} if self.total is None else {"most": self._own_total}
         start, like = self.start, self.like
         if like is not None:
-            start = like.largest_planned if planned else like.largest_unplanned
+            start = max(like.largest_unplanned, 1)
+            if planned:
+                start = like.__dict__.get("largest_planned", start)
         plans_at = self.plans_at if planned else None
         return largest_batch(
             self.graph_at,
