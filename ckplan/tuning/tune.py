@@ -34,7 +34,14 @@ from ckplan.tuning.settings import (
     kernel_of,
     levers_of,
 )
-from ckplan.tuning.tuned import Alternative, Tuned, all_refused, gives_up, nothing_fits
+from ckplan.tuning.tuned import (
+    Alternative,
+    Tuned,
+    all_refused,
+    gives_up,
+    nothing_fits,
+    pays_over,
+)
 from ckplan.units import format_bytes
 
 _MOST_CHECKS = 4
@@ -178,10 +185,7 @@ class Tuning:
             best = max(
                 found, key=lambda one: found[one].samples_per_second, default=None
             )
-            if best is None or (
-                now is not None
-                and found[best].samples_per_second <= now.samples_per_second
-            ):
+            if best is None or not pays_over(found[best], now):
                 return way, on_top
             way = best.pulled(way)
             pulled.append(best)

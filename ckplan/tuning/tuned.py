@@ -14,6 +14,7 @@ from ckplan.tuning.settings import Setting
 from ckplan.units import format_bytes
 
 _WORTH = 0.01  # of the most bytes that a lever saves
+_LEAST_GAIN = 1.001  # seconds without a lever over those with it: less is noise
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,10 +81,10 @@ def gives_up(one: Setting, best: Setting) -> str:
 
 
 def pays_over(one: Setting | None, without: Setting | None) -> bool:
-    """Whether a setting is faster than the one without its lever."""
+    """Whether a setting is faster than the one without its lever, by 0.1 % or more."""
     if one is None or without is None:
         return one is not None
-    return one.seconds_per_sample < without.seconds_per_sample
+    return _LEAST_GAIN * one.seconds_per_sample < without.seconds_per_sample
 
 
 def nothing_fits(graph: Graph, limit: MemoryLimit) -> InfeasibleError:
