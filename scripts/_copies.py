@@ -20,8 +20,8 @@ from ckplan.verifying.step_process import StepProcess, take_turns
 from ckplan.verifying.worker import FIRST_STEPS, TIMED_STEP, Job, Worker
 from ckplan.verifying.worker import main as answer
 
-MOST_TURNS = 40
-ROUND_SECONDS = 2.0
+LEAST_TURNS, MOST_TURNS = 2, 40
+ROUND_SECONDS = 12.0
 Trained = tuple[WorkloadSpec, Plan | None, Training]
 
 
@@ -60,7 +60,7 @@ class Copies(StepProcess):
         """Seconds of a step of each, the mean of the faster half of some turns.
 
         Args:
-            seconds: What the steps of the first take in all.
+            seconds: What all steps take together, about.
             of_cpu: Whether they are of the processor, or of the wall.
         """
         taken: list[list[TimedStep]] = self._ask(seconds)
@@ -87,8 +87,8 @@ class _Copies(Worker):
         if not isinstance(request, float):
             return super().handle(request)
         steps = [partial(one.handle, TIMED_STEP) for one in (self, *self._others)]
-        last = steps[0]()
-        turns = min(max(round(request / last.seconds), 1), MOST_TURNS)
+        turn_seconds = sum(step().seconds for step in steps)
+        turns = min(max(round(request / turn_seconds), LEAST_TURNS), MOST_TURNS)
         return take_turns(steps, turns)
 
 

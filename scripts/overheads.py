@@ -7,7 +7,7 @@ the floor. Four copies of the model, without a plan and with each of the three, 
 take single steps in turns, every second turn in reverse, in one process that keeps its
 memory: of two processes that take the same step, one was up to 5 % slower, as pages
 lie; of copies in one process, less than 1 %. A round is as many turns as take about
-four seconds of each copy; the mean of the faster half of its steps counts, since
+16 seconds; the mean of the faster half of its steps counts, since
 whatever else the host does makes steps longer. All is done with one thread and with
 torch's default. With one thread, seconds are CPU seconds of the process, of which other
 programs take none. An overhead is the median over rounds of a planned copy's seconds,
@@ -59,7 +59,7 @@ from ckplan.training.step import Training
 from ckplan.units import format_bytes, format_seconds
 
 SHARES = (0.25, 0.5, 0.75)
-ROUND_SECONDS = 4.0
+ROUND_SECONDS = 16.0
 TRAINING = Training("sgd")
 MOST_POINTS, MOST_RELATIVE, MOST_UNDER = 0.02, 0.15, 0.05
 LEAST_ON_LINE = {1: 0.95, 0: 0.90}  # threads, 0: torch's default -> share of rows
