@@ -9,8 +9,8 @@ once in four: beside them stands the setting tuned for as many samples per updat
 (`--total-batch`). Peaks are of processes of their own. Steps are taken in turns by
 copies in one process that keeps its memory, as is what predictions are measured in. A
 round is as many turns as take about twelve seconds; the mean of the faster half of its
-CPU seconds counts, and of the rounds the median. Predicted speeds are of
-ops that are measured once, with the same seconds in all settings.
+CPU seconds counts, and of the rounds the median. Predicted speeds are of ops that are
+measured once, with the same seconds in all settings.
 "Order" is the share of pairs of settings that were predicted in the order measured, or
 are within 3 % of each other.
 """

@@ -5,9 +5,10 @@ and with every lever alone: bytes that the lever saves of the peak and seconds p
 sample that it adds, predicted and measured, as parts of those without. Peaks are of
 processes of their own. Steps are taken in turns by copies in one process that keeps its
 memory, as is what predictions are measured in. A round is as many turns as take about
-twelve seconds; the mean of the faster half of its CPU seconds counts. A change is the median over rounds, each with its own step without a lever.
-Less than 0.1 % has no sign, nor has what is measured with quartiles on both sides of
-none. "Far" is more than 2 points off.
+twelve seconds; the mean of the faster half of its CPU seconds counts. A change is the
+median over rounds, each with its own step without a lever. Less than 0.1 % has no sign,
+nor has what is measured with quartiles on both sides of none. "Far" is more than 2
+points off.
 """
 
 from __future__ import annotations

@@ -6,11 +6,11 @@ budgets: a quarter, a half and three quarters of the way from the unplanned peak
 the floor. Four copies of the model, without a plan and with each of the three, then
 take single steps in turns, every second turn in reverse, in one process that keeps its
 memory: of two processes that take the same step, one was up to 5 % slower, as pages
-lie; of copies in one process, less than 1 %. A round is as many turns as take about
-16 seconds; the mean of the faster half of its steps counts, since
-whatever else the host does makes steps longer. All is done with one thread and with
-torch's default. With one thread, seconds are CPU seconds of the process, of which other
-programs take none. An overhead is the median over rounds of a planned copy's seconds,
+lie; of copies in one process, less than 1 %. A round is as many turns as take about 16
+seconds; the mean of the faster half of its steps counts, since whatever else the host
+does makes steps longer. All is done with one thread and with torch's default. With one
+thread, seconds are CPU seconds of the process, of which other programs take none. An
+overhead is the median over rounds of a planned copy's seconds,
 divided by those of the unplanned one in the same round, less one.
 
 A row is on the line where the predicted overhead is within 2 points of the measured
