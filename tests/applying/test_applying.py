@@ -233,10 +233,11 @@ def test_autocast_casts_the_same_once(inside: bool) -> None:
 
 
 class Overwriting(nn.Module):
-    """Changes its input, which nothing can bring back."""
+    """Changes its input after it read it, which nothing can bring back."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.sin(torch.exp(x.mul_(2)))
+        y = torch.exp(x)
+        return torch.sin(y + x.mul_(2))
 
 
 def test_an_input_overwritten_in_the_region_is_never_silently_wrong() -> None:

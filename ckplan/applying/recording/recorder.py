@@ -200,8 +200,7 @@ class Recorder(TorchDispatchMode):
         self._look_at_values(func, traits, args)
         storages, fresh = self.storages, self.packing.begin_op()
         reads: list[int] = []
-        refs = [self._take(x, reads) for x in args]
-        named = {key: self._take(x, reads) for key, x in kwargs.items()}
+        refs, named = self._take_all(traits, args, kwargs, reads)
         random = traits.may_draw and draws(func, args, kwargs)
         generator = kwargs.get("generator") if random else None
         device = _device_of(args, kwargs)
@@ -281,6 +280,22 @@ class Recorder(TorchDispatchMode):
         if not traits.name.endswith("_"):
             self.packing.fill(fresh, overwrites)
 
+    def _take_all(
+        self,
+        traits: OpTraits,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        reads: list[int],
+    ) -> tuple[list[Any], dict[str, Any]]:
+        """The arguments as a step keeps them."""
+        refs = [self._take(x, reads) for x in args]
+        named = {key: self._take(x, reads) for key, x in kwargs.items()}
+        given = [] if traits.batch_norm else tensors_in([*args, *kwargs.values()])
+        others = (one for one in given if self.storages.value(one) not in self.encoded)
+        if self.storages.retain_written(others):
+            self.log.broken = True
+        return refs, named
+
     def _take(self, argument: Any, reads: list[int]) -> Any:
         """An argument as a step keeps it, its storages added to what the op reads."""
         if isinstance(argument, torch.Tensor):
@@ -298,7 +313,8 @@ class Recorder(TorchDispatchMode):
             args[position] if position < len(args) else kwargs.get(name)
             for position, name in traits.writes
         )
-        return [self.storages.number(t) for value in changed for t in tensors_in(value)]
+        written = (t for value in changed for t in tensors_in(value))
+        return [self.storages.note_written(tensor) for tensor in written]
 
     def _save(self, name: str, number: int, returned: list[torch.Tensor]) -> None:
         """Retain or encode the outputs that the plan names."""

@@ -8,9 +8,9 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ckplan.applying.tensors.arguments import UnknownArgumentError, storage_of
-from ckplan.applying.tensors.retained import Retained, retain
+from ckplan.applying.tensors.retained import Retained, retain, retain_copy
 from ckplan.errors import ApplyError
-from ckplan.simulating.program import Flow
+from ckplan.simulating.program import EXTERNAL, Flow
 
 
 class Storages:
@@ -27,6 +27,7 @@ class Storages:
         # were handed out, which lasts for the whole forward.
         self.unfilled: dict[int, torch.Tensor] = {}
         self.handed_out: set[int] = set()
+        self._written_by: dict[int, torch.Tensor] = {}  # storage from outside -> last
         self._region = region
         self._addresses: list[StorageWeakRef] = []  # keep addresses from being reused
 
@@ -61,6 +62,34 @@ class Storages:
         """The value of a tensor."""
         return self.flow.value(self.number(tensor))
 
+    def note_written(self, tensor: torch.Tensor) -> int:
+        """The number of a tensor's storage, which an op writes through it."""
+        number = self.number(tensor)
+        if number not in self.inside:
+            self._written_by[number] = _owner_of(tensor)
+        return number
+
+    def retain_written(self, tensors: Iterable[torch.Tensor]) -> bool:
+        """Retain what the region wrote to tensors from outside, where it stays.
+
+        So it need not be rebuilt, from content that is gone. What was written through
+        another tensor, such as its ``data``, has no version of its own to check in
+        backward: of that a copy is retained.
+
+        Returns:
+            Whether something was copied.
+        """
+        copied = False
+        for tensor in tensors:
+            value = self.value(tensor)
+            number = self.flow.storage_of[value]
+            outside = number not in self.inside and value not in self.retained
+            if outside and self.flow.maker_of[value] != EXTERNAL:
+                tracked = self._written_by.get(number) is _owner_of(tensor)
+                self.retained[value] = (retain if tracked else retain_copy)(tensor)
+                copied |= not tracked
+        return copied
+
     def value_inside(self, tensor: torch.Tensor) -> int:
         """The value of a tensor that the region made; -1 for another."""
         try:
@@ -85,3 +114,8 @@ class Storages:
         """Retain storages that code other than ops may have written."""
         for number, tensor in self.unfilled.items():
             self.retained[self.flow.value(number)] = retain(tensor)
+
+
+def _owner_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor whose version counts writes: that which a tensor is a view of."""
+    return tensor if tensor._base is None else tensor._base
