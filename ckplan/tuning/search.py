@@ -78,9 +78,8 @@ class WaySearch:
         most = {} if self.total is None else {"most": self._own_total}
         start, like = self.start, self.like
         if like is not None:
-            start = max(like.largest_unplanned, 1)
-            if planned:
-                start = like.__dict__.get("largest_planned", start)
+            known = "largest_planned" if planned else "largest_unplanned"
+            start = like.__dict__.get(known) or max(like.largest_unplanned, 1)
         plans_at = self.plans_at if planned else None
         return largest_batch(
             self.graph_at,

@@ -7,7 +7,7 @@ forward needs only a guard check of its calls (``guards/checker.py``).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
@@ -29,7 +29,7 @@ from ckplan.applying.tensors.op_traits import (
     OpTraits,
     traits_of,
 )
-from ckplan.applying.tensors.random_state import random_state
+from ckplan.applying.tensors.random_state import device_of_draw, random_state
 from ckplan.applying.tensors.retained import ref_of, retain, retain_copy, tensors_in
 from ckplan.applying.tensors.storages import Storages
 from ckplan.errors import ApplyError
@@ -200,17 +200,20 @@ class Recorder(TorchDispatchMode):
         self._look_at_values(func, traits, args)
         storages, fresh = self.storages, self.packing.begin_op()
         reads: list[int] = []
-        refs, named = self._take_all(traits, args, kwargs, reads)
+        refs = [self._take(x, reads) for x in args]
+        named = {key: self._take(x, reads) for key, x in kwargs.items()}
+        given = tensors_in([*args, *kwargs.values()])
+        self._retain_written([] if traits.batch_norm else given)
         random = traits.may_draw and draws(func, args, kwargs)
         generator = kwargs.get("generator") if random else None
-        device = _device_of(args, kwargs)
+        device = device_of_draw(args, kwargs)
         state = random_state(device, generator) if random else None
         out = func(*args, **kwargs)
         returned = tensors_in(out)
         known = len(storages.num_bytes)
         outputs = [storages.number(tensor, inside=True) for tensor in returned]
         writes = self._written(traits, args, kwargs) if traits.writes else []
-        moved = tensors_in([*args, *kwargs.values()]) if traits.collective else []
+        moved = given if traits.collective else []
         writes += dict.fromkeys(map(storages.number, moved))
         if len(storages.num_bytes) > known or writes:
             if traits.batch_norm:
@@ -280,21 +283,10 @@ class Recorder(TorchDispatchMode):
         if not traits.name.endswith("_"):
             self.packing.fill(fresh, overwrites)
 
-    def _take_all(
-        self,
-        traits: OpTraits,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        reads: list[int],
-    ) -> tuple[list[Any], dict[str, Any]]:
-        """The arguments as a step keeps them."""
-        refs = [self._take(x, reads) for x in args]
-        named = {key: self._take(x, reads) for key, x in kwargs.items()}
-        given = [] if traits.batch_norm else tensors_in([*args, *kwargs.values()])
-        others = (one for one in given if self.storages.value(one) not in self.encoded)
-        if self.storages.retain_written(others):
-            self.log.broken = True
-        return refs, named
+    def _retain_written(self, read: list[torch.Tensor]) -> None:
+        """Retain what an op reads of what the region wrote outside, if not encoded."""
+        others = (one for one in read if self.storages.value(one) not in self.encoded)
+        self.log.broken |= self.storages.retain_written(others)
 
     def _take(self, argument: Any, reads: list[int]) -> Any:
         """An argument as a step keeps it, its storages added to what the op reads."""
@@ -356,9 +348,3 @@ def otherwise_saved(name: str) -> ApplyError:
         needed="forwards that torch runs in the same way, op by op",
         hint="run it again (by: rerun), or leave this call out of the plan",
     )
-
-
-def _device_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.device:
-    if args and isinstance(args[0], torch.Tensor):
-        return args[0].device
-    return torch.device(kwargs.get("device") or "cpu")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 
 from ckplan.errors import ApplyError
@@ -44,3 +47,10 @@ def set_random_state(
         torch.cuda.set_rng_state(state, device)
     else:
         torch.set_rng_state(state)
+
+
+def device_of_draw(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.device:
+    """The device of an op: of its first argument, or the one that it names."""
+    if args and isinstance(args[0], torch.Tensor):
+        return args[0].device
+    return torch.device(kwargs.get("device") or "cpu")
