@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from weakref import ref
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -27,7 +28,8 @@ class Storages:
         # were handed out, which lasts for the whole forward.
         self.unfilled: dict[int, torch.Tensor] = {}
         self.handed_out: set[int] = set()
-        self._written_by: dict[int, torch.Tensor] = {}  # storage from outside -> last
+        # Storage from outside -> tensor through which it was written last.
+        self._written_by: dict[int, ref[torch.Tensor]] = {}
         self._region = region
         self._addresses: list[StorageWeakRef] = []  # keep addresses from being reused
 
@@ -66,7 +68,7 @@ class Storages:
         """The number of a tensor's storage, which an op writes through it."""
         number = self.number(tensor)
         if number not in self.inside:
-            self._written_by[number] = _owner_of(tensor)
+            self._written_by[number] = ref(_owner_of(tensor))
         return number
 
     def retain_written(self, tensors: Iterable[torch.Tensor]) -> bool:
@@ -85,7 +87,8 @@ class Storages:
             number = self.flow.storage_of[value]
             outside = number not in self.inside and value not in self.retained
             if outside and self.flow.maker_of[value] != EXTERNAL:
-                tracked = self._written_by.get(number) is _owner_of(tensor)
+                by = self._written_by.get(number)
+                tracked = by is not None and by() is _owner_of(tensor)
                 self.retained[value] = (retain if tracked else retain_copy)(tensor)
                 copied |= not tracked
         return copied
