@@ -346,8 +346,8 @@ def test_a_second_batch_is_measured_and_others_are_on_the_line(graph: Graph) -> 
         slower = faster(replace(graph, options={"accumulate": accumulate}), rows)
         return steps.taken_into(slower, None, never, ask)
 
-    # A second batch accumulated: both of its micro-batches were measured together.
     assert at(8).step_seconds == pytest.approx(30.0 + 70.0 + 8 * 5.0)
+    # A second batch accumulated: both of its micro-batches were measured together.
     second = at(4, 2, lambda: StepSeconds(2 * 20.0, 2 * 30.0, 9.0))
     assert second.step_seconds == pytest.approx(2 * 50.0 + 4 * 5.0)
     assert at(16).step_seconds == pytest.approx(50.0 + 150.0 + 16 * 5.0)
