@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from ckplan.plan.plan import Plan
-from ckplan.tracing.costs.spread import undisturbed
+from ckplan.tracing.costs.spread import Quartiles, quartiles, undisturbed
 from ckplan.training.loading import WorkloadSpec
 from ckplan.training.step import Training
 from ckplan.verifying.phases import TimedStep
@@ -40,6 +40,15 @@ def measured_in_turns(
         copies.round(ROUND_SECONDS, of_cpu=True)  # caches and pages as they stay
         taken = [copies.round(ROUND_SECONDS, of_cpu=True) for _ in range(rounds)]
     return peaks, [*zip(*taken, strict=True)]
+
+
+def changes(taken: Sequence[float], without: Sequence[float]) -> Quartiles:
+    """By how much seconds exceed others of the same rounds, as parts of those."""
+    found = quartiles(
+        [one / other - 1 for one, other in zip(taken, without, strict=True)]
+    )
+    assert found is not None, "internal error: no round was measured"
+    return found
 
 
 class Copies(StepProcess):

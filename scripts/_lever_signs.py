@@ -16,13 +16,13 @@ from __future__ import annotations
 import argparse
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from unittest import mock
 
 import _measuring as measuring
-from _copies import measured_in_turns
+from _copies import changes, measured_in_turns
 from _kept_rows import KeptRows
 
 from ckplan.autotune import recorder_of_spec
@@ -33,7 +33,6 @@ from ckplan.plan.resolve import describe
 from ckplan.simulating.simulate import Simulator
 from ckplan.solving.memory_limit import MemoryLimit
 from ckplan.tracing.costs.cost_cache import FOLDER_VARIABLE
-from ckplan.tracing.costs.spread import quartiles
 from ckplan.training.loading import WorkloadSpec, parse_options
 from ckplan.training.step import Training
 from ckplan.tuning.lever_rows import ACCUMULATE, RECOMPUTE
@@ -144,7 +143,7 @@ def _measured(name: str, rounds: int) -> Iterator[Row]:
         for one, taken in zip(pulled, timed, strict=True)
     ]
     for one, peak, taken in zip(others, peaks[1:], seconds[1:], strict=True):
-        low, middle, high = _quartiles(taken, seconds[0])
+        low, middle, high = changes(taken, seconds[0])
         yield Row(
             name,
             one.lever,
@@ -212,14 +211,6 @@ def _of(
     training = Training(way.optimizer, way.amp, many, scaler=way.scaler)
     per_sample = seconds / (rows * many)
     return _Pulled(lever, training, graph, regions, timeline.peak_bytes, per_sample)
-
-
-def _quartiles(
-    taken: Sequence[float], without: Sequence[float]
-) -> tuple[float, float, float]:
-    found = quartiles([a / b - 1 for a, b in zip(taken, without, strict=True)])
-    assert found is not None, "internal error: no round was measured"
-    return found
 
 
 def _sign(change: float) -> int:

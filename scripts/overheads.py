@@ -43,7 +43,7 @@ from unittest.mock import patch
 
 import _measuring as measuring
 import torch
-from _copies import Copies
+from _copies import Copies, changes
 from _in_turns import own_cache
 from _overhead_models import MODELS, spec_of
 
@@ -51,7 +51,6 @@ from ckplan import files
 from ckplan.errors import CkplanError
 from ckplan.solving.planner import Planner
 from ckplan.solving.solve import to_plan
-from ckplan.tracing.costs.spread import quartiles
 from ckplan.tracing.profile import profile_workload
 from ckplan.tracing.steps.in_step import NOTE_IN_STEP
 from ckplan.training.loading import WorkloadSpec
@@ -190,20 +189,11 @@ def _rows(name: str, threads: int, spec: WorkloadSpec, rounds: int) -> list[Row]
             whole - one.timeline.peak_bytes,
             statistics.median(unplanned),
             one.timeline.overhead,
-            *_quartiles(found, unplanned),
+            *changes(found, unplanned),
             note,
         )
         for one, found in zip(solved, planned, strict=True)
     ]
-
-
-def _quartiles(
-    planned: Sequence[float], unplanned: Sequence[float]
-) -> tuple[float, float, float]:
-    ratios = [b / a - 1 for a, b in zip(unplanned, planned, strict=True)]
-    found = quartiles(ratios)
-    assert found is not None, "internal error: no round was measured"
-    return found
 
 
 @contextmanager
