@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -15,6 +15,7 @@ from ckplan.tracing.other_steps import OtherSteps
 from ckplan.tracing.path_check import NOTE_SAME
 from ckplan.tracing.profile import profile, profile_workload
 from ckplan.tracing.rows import model_rows, spec_rows
+from ckplan.tracing.target import begin_copy, runs_nothing
 from ckplan.training.loading import WorkloadSpec
 from ckplan.training.step import DEFAULT_TRAINING, Training
 from ckplan.training.workload import as_workload, with_batch_dim, with_rows
@@ -144,7 +145,7 @@ def recorder(
     whole = as_workload(parts, "the call of tune()")
     whole = with_batch_dim(whole, batch_dim)
     rows = model_rows(whole, named=batch_dim is not None)
-    proved, steps = _ProvedPaths(), _KnownSteps()
+    proved, steps = _ProvedPaths(), _KnownSteps(how.get("clip"))
 
     def profiled(way: Way, rows: int, accumulate: int, times: int) -> Graph:
         if way.options or way.compiled:
@@ -177,7 +178,7 @@ def recorder(
         options: dict[str, Any] = {**graph.options, "micro_batch": rows}
         return replace(graph, options=options)
 
-    return Recorder(profiled), rows
+    return _recorder(profiled, _way(how), proved, steps, how), rows
 
 
 def recorder_of_spec(
@@ -194,9 +195,6 @@ def recorder_of_spec(
 
     def profiled(way: Way, rows: int, accumulate: int, times: int) -> Graph:
         options = {**spec.options, **dict(way.options)}
-        how_now = Training(
-            way.optimizer, way.amp, accumulate, training.clip, way.scaler
-        )
         at_rows = replace(spec, rows=rows, options=options)
         if way.compiled:
             step = record(replace(way, compiled=False), rows, accumulate)
@@ -204,7 +202,7 @@ def recorder_of_spec(
         check = not proved.has(way)
         graph = profile_workload(
             at_rows,
-            training=how_now,
+            training=steps.training_of(way, accumulate),
             replay=False,
             check=check,
             in_step=steps.of(way, rows, accumulate, times),
@@ -220,9 +218,37 @@ def recorder_of_spec(
 
         return CompiledSteps(how)
 
-    proved, steps = _ProvedPaths(), _KnownSteps()
-    rows, record = spec.rows or spec_rows(spec), Recorder(profiled)
+    proved, steps = _ProvedPaths(), _KnownSteps(training.clip)
+    rows = spec.rows or spec_rows(spec)
+    record = _recorder(profiled, way, proved, steps, how)
     return record, rows, way
+
+
+def _recorder(
+    profiled: Callable[[Way, int, int, int], Graph],
+    way: Way,
+    proved: _ProvedPaths,
+    steps: _KnownSteps,
+    how: dict[str, Any],
+) -> Recorder:
+    """Records steps, those of a card that is not here also in copies of the process.
+
+    No kernel runs to record these, so copies disturb no measurement.
+    """
+
+    def learn(way: Way, rows: int, accumulate: int, graph: Graph) -> bool:
+        proved.learn(way, graph)
+        if proved.has(way):
+            steps.learn_from_copy(way, rows, accumulate, graph)
+        return proved.has(way)
+
+    def prepare() -> None:
+        begin_copy()
+        proved.take_for_granted(way)  # what is recorded here meanwhile proves it
+
+    if not runs_nothing(how.get("gpu")):
+        return Recorder(profiled)
+    return Recorder(profiled, learn, prepare)
 
 
 class _ProvedPaths:
@@ -236,13 +262,18 @@ class _ProvedPaths:
 
     def learn(self, way: Way, graph: Graph) -> None:
         if any(note.startswith(NOTE_SAME) for note in graph.notes):
-            self._proved.add((way.amp, way.options))
+            self.take_for_granted(way)
+
+    def take_for_granted(self, way: Way) -> None:
+        """Compare no more paths of steps with these options."""
+        self._proved.add((way.amp, way.options))
 
 
 class _KnownSteps:
     """Steps that were taken or recorded, by what others share with them."""
 
-    def __init__(self) -> None:
+    def __init__(self, clip: float | None) -> None:
+        self._clip = clip
         self._known: dict[tuple[str | None, tuple[tuple[str, str], ...]], OtherSteps]
         self._known = {}
         self._recorded: dict[tuple[Any, ...], Graph] = {}
@@ -266,6 +297,18 @@ class _KnownSteps:
         """Remember a step that was recorded."""
         like = (way.amp, way.scaler, way.options, rows, accumulate)
         self._recorded.setdefault(like, graph)
+
+    def learn_from_copy(
+        self, way: Way, rows: int, accumulate: int, graph: Graph
+    ) -> None:
+        """Remember a step that a copy of this process recorded, and its update."""
+        known = self.of(way, rows, accumulate, 0)
+        known.learn_update(self.training_of(way, accumulate), graph)
+        self.learn(way, rows, accumulate, graph)
+
+    def training_of(self, way: Way, accumulate: int) -> Training:
+        """Options of a step."""
+        return Training(way.optimizer, way.amp, accumulate, self._clip, way.scaler)
 
 
 _SET_HERE = ("replay", "check", "in_step", "fresh")

@@ -27,7 +27,7 @@ BROKEN_PIPE = 141  # 128 + SIGPIPE
 def fewer_collections() -> Iterator[None]:
     """A scope of a search: its many records live on, so looking for cycles is waste."""
     before = gc.get_threshold()
-    gc.set_threshold(100_000, 50, 50)
+    gc.set_threshold(400_000, 50, 50)
     try:
         yield
     finally:

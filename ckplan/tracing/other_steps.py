@@ -43,7 +43,7 @@ class OtherSteps:
     of_ops: dict[str, float] = field(default_factory=dict)  # of forward
     of_optimizers: dict[str | None, float] = field(default_factory=dict)
     like: Graph | None = None  # the next step with another optimizer
-    _updates: dict[Training, Graph] = field(default_factory=dict)  # recorded alone
+    _updates: dict[Training, Graph] = field(default_factory=dict)  # of other optimizers
 
     def recorded(
         self,
@@ -78,6 +78,11 @@ class OtherSteps:
             return graph
         self._updates[training] = graph
         return self._with_update(graph) or measured(trace(first=self.first))
+
+    def learn_update(self, training: Training, graph: Graph) -> None:
+        """Take the update of a step with another optimizer, recorded elsewhere."""
+        if self.like is not None:
+            self._updates[training] = graph
 
     def _with_update(self, update: Graph) -> Graph | None:
         assert self.like is not None, "internal error: no step to take the update into"

@@ -105,6 +105,16 @@ def find_target(device: str, gpu: str | None, host: float = 1.0) -> TraceTarget:
     return TraceTarget(torch.device(device), card, is_like, host)
 
 
+def runs_nothing(gpu: str | None) -> bool:
+    """Whether no kernel runs to profile for a card: none is here."""
+    return gpu is not None and not torch.cuda.is_available()
+
+
+def begin_copy() -> None:
+    """Prepare a copy of the process, in which the threads of kernels are missing."""
+    torch.set_num_threads(1)
+
+
 def _check_host(host: float, device: str) -> None:
     if not (math.isfinite(host) and host > 0):
         raise CkplanError(

@@ -161,22 +161,36 @@ class Batches:
         key = rows, accumulate
         if key in self._transferred:
             return self._transferred[key]
-        near = [
-            n
-            for n, many in self._searched
-            if many == accumulate and max(n, rows) <= NEAR * min(n, rows)
-        ]
-        step = self.at(rows, accumulate)
-        if near and len(step.ops) >= _LARGE and rows not in self.recorded:
-            nearest = min(near, key=lambda n: (max(n, rows) / min(n, rows), n))
-            if nearest == rows:
-                return self.planner(rows, accumulate)
-            found = transferred(self.planner(nearest, accumulate), Simulator(step))
+        near = self.searched_near(rows, accumulate)
+        if near is not None and near != (self, rows):
+            batches, nearest = near
+            there = batches.planner(nearest, accumulate)
+            found = transferred(there, Simulator(self.at(rows, accumulate)))
             if found is not None:
                 self._transferred[key] = found
                 return found
-        self._searched.append(key)
+        if near != (self, rows):
+            self._searched.append(key)
         return self.planner(rows, accumulate)
+
+    def searched_near(self, rows: int, accumulate: int) -> tuple[Batches, int] | None:
+        """The nearest batch whose plans were searched, of this way or of one like it.
+
+        None if there is none near enough for its plans to be good ones, or if this
+        step is recorded or small: then its own plans are searched.
+        """
+        step = self.at(rows, accumulate)
+        if len(step.ops) < _LARGE or rows in self.recorded:
+            return None
+        found = [
+            (max(n, rows) / min(n, rows), batches, n)
+            for batches in (self, self._like)
+            if batches is not None
+            for n, many in batches._searched
+            if many == accumulate
+        ]
+        near = [one for one in found if one[0] <= NEAR]
+        return min(near, key=lambda one: one[0])[1:] if near else None
 
     def step_seconds(self, rows: int, accumulate: int = 1) -> float:
         """Seconds of the unplanned step at a batch, which is not drawn for them."""

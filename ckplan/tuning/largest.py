@@ -14,6 +14,7 @@ from contextlib import suppress
 from ckplan.errors import PlanError
 from ckplan.graph.graph import Graph
 from ckplan.plan.region import Region
+from ckplan.simulating.allocations import reserved_bytes
 from ckplan.simulating.simulate import Simulator, Timeline
 from ckplan.solving.memory_limit import MemoryLimit
 from ckplan.solving.replays import ReplayedPlan
@@ -30,6 +31,7 @@ def largest_batch(
     plans_at: Callable[[int], Plans] | None = None,
     *,
     start: int = 1,
+    unplanned: int | None = None,
     most: int = MOST_ROWS,
     simulator: Callable[[Graph], Simulator] = Simulator,
 ) -> tuple[int, tuple[Region, ...]]:
@@ -43,20 +45,25 @@ def largest_batch(
         memory_limit: Of a budget, or of a card's allocator.
         plans_at: The plans at a number of rows; without it, none is tried.
         start: Where the search begins.
+        unplanned: The largest number without a plan, if it is known; then ``start`` is
+            where the search for plans begins.
         most: Largest number to try.
         simulator: Replays a step.
     """
     replays = _Replays(graph_at, memory_limit, most, simulator)
-    largest, regions = replays.largest_under((), start), tuple[Region, ...]()
+    regions, tried = tuple[Region, ...](), start
+    largest = replays.largest_under((), start) if unplanned is None else unplanned
     # The smallest plan of one batch is nearly that of others: replays find the largest
     # batch for it, and a search one row further finds whether another plan is smaller.
-    tried = largest + 1
+    if unplanned is None or not largest < start <= most:
+        tried = largest + 1
     while plans_at is not None and tried <= most:
         found = _smallest_within(plans_at(tried), memory_limit)
-        if found is None:
+        if found is not None:
+            regions = found[1]
+            largest = replays.largest_under(regions, tried, least=tried)
+        elif tried == largest + 1:
             break
-        regions = found[1]
-        largest = max(replays.largest_under(regions, tried), tried)
         tried = largest + 1
     return largest, regions
 
@@ -96,8 +103,10 @@ class _Replays:
         self._timelines: dict[tuple[int, tuple[Region, ...]], Timeline | None] = {}
         self._alike: dict[tuple[int, int], bool] = {}  # of two batches
 
-    def largest_under(self, regions: tuple[Region, ...], near: int) -> int:
-        """The largest number of rows that fits under a plan."""
+    def largest_under(
+        self, regions: tuple[Region, ...], near: int, *, least: int = 0
+    ) -> int:
+        """The largest number of rows that fits under a plan; ``least`` does."""
 
         def peak_of(rows: int) -> int:
             timeline = self._at(rows, regions, near)
@@ -107,8 +116,19 @@ class _Replays:
             timeline = self._at(rows, regions, near)
             return timeline is not None and self._limit.allows(timeline)
 
-        numbers = range(1, self._most + 1)
-        return largest_number(peak_of, fits, self._limit.bytes, numbers, near)
+        def likely(rows: int) -> int:
+            """Where the allocator needs to free no segment to stay within the limit."""
+            timeline = self._at(rows, regions, near)
+            assert timeline is not None, "internal error: tensors fit in no timeline"
+            needed = reserved_bytes(timeline, expandable=limit.expandable)
+            within = limit.bytes * timeline.peak_bytes // needed
+            place = _last_within(peak_of, within, numbers, rows)
+            return numbers[max(place, 0)]
+
+        numbers, limit = range(1, self._most + 1), self._limit
+        return largest_number(
+            peak_of, fits, limit.bytes, numbers, near, least=least, likely=likely
+        )
 
     def _at(
         self, rows: int, regions: tuple[Region, ...], found_at: int
@@ -149,6 +169,9 @@ def largest_number(
     limit_bytes: int,
     numbers: Sequence[int],
     near: int,
+    *,
+    least: int = 0,
+    likely: Callable[[int], int] = lambda number: number - 1,
 ) -> int:
     """The largest number of rows that fits; 0 if none does.
 
@@ -158,6 +181,9 @@ def largest_number(
         limit_bytes: What has a larger size does not fit.
         numbers: The numbers to try, ascending.
         near: Where the search begins.
+        least: A number that is known to fit.
+        likely: A number that is likely to fit where one, whose size is within the
+            limit, does not.
 
     >>> largest_number(
     ...     lambda n: 5 * n, lambda n: n <= 11, 66, range(1, 100), near=40
@@ -165,15 +191,19 @@ def largest_number(
     11
     """
     top = _last_within(size_of, limit_bytes, numbers, near)
-    low, high, step = -1, top + 1, 1  # places: fits, does not fit
-    place = top
+    low, high, step = bisect_right(numbers, least) - 1, top, 1  # fits, does not fit
+    if top <= low or fits(numbers[top]):
+        low = max(low, top)
+        return numbers[low] if low >= 0 else 0
+    place = min(bisect_right(numbers, likely(numbers[top])), high) - 1
     while high - low > 1:
+        if place <= low:
+            place = (low + high) // 2 if low >= 0 else 0
         if fits(numbers[place]):
             low = place
         else:
             high = place
-        middle = (low + high) // 2 if low >= 0 else high - step
-        place, step = max(middle, 0), 2 * step
+        place, step = (low if low >= 0 else high - step), 2 * step
     return numbers[low] if low >= 0 else 0
 
 

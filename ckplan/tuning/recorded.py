@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 
 from ckplan import gpus
@@ -12,8 +13,9 @@ from ckplan.solving.card_memory import check_profiled_for
 from ckplan.solving.planner import Planner
 from ckplan.solving.solve import Objective, limit_of_objective
 from ckplan.tuning.answer import tokens_per_sample
+from ckplan.tuning.batches import probe_rows
 from ckplan.tuning.known_batches import batches_of
-from ckplan.tuning.searches import Record
+from ckplan.tuning.searches import Record, Recorder
 from ckplan.tuning.settings import Way, with_scaler
 from ckplan.tuning.tune import Tuning
 from ckplan.tuning.tuned import Tuned
@@ -44,23 +46,28 @@ def tune_recorded(
     objective = objective_of(budget, gpu, expandable)
     given, way = way, with_scaler(way)
     tell(f"profiling {way.title} at batch {rows}")
-    accumulates = accumulate > 1 or total_batch is not None
-    graph = record(way, rows, 2 if accumulates else 1)
-    per_sample = tokens_per_sample(graph) if tokens else None
-    limit = limit_of_objective(Planner(graph), objective)
-    assert limit is not None, "internal error: no limit"
-    tuning = Tuning(
-        record,
-        limit,
-        way=way,
-        rows=rows,
-        accumulate=accumulate,
-        total=total_batch,
-        allow=allow,
-        ranks=ranks,
-        tell=tell,
-    )
-    found = replace(tuning.run(), tokens_per_sample=per_sample)
+    many = 2 if accumulate > 1 or total_batch is not None else 1
+    with ExitStack() as stack:
+        if isinstance(record, Recorder):
+            others = (one for one in probe_rows(rows) if one != rows)
+            record.begin((way, other, many) for other in others)
+            stack.callback(record.end)
+        graph = record(way, rows, many)
+        per_sample = tokens_per_sample(graph) if tokens else None
+        limit = limit_of_objective(Planner(graph), objective)
+        assert limit is not None, "internal error: no limit"
+        tuning = Tuning(
+            record,
+            limit,
+            way=way,
+            rows=rows,
+            accumulate=accumulate,
+            total=total_batch,
+            allow=allow,
+            ranks=ranks,
+            tell=tell,
+        )
+        found = replace(tuning.run(), tokens_per_sample=per_sample)
     if way == given:
         return found
     return replace(found, notes=(NOTE_SCALER, *found.notes))

@@ -29,7 +29,7 @@ from ckplan.tuning.batches import ALL_TRIED, NEAR, Batches, grid
 from ckplan.tuning.largest import largest_batch, same_forward
 from ckplan.tuning.plan_levers import LeverPlans, has_plan_levers, simulator_of
 from ckplan.tuning.ranks import Ranks
-from ckplan.tuning.settings import Setting, Way
+from ckplan.tuning.settings import Setting, Way, better
 from ckplan.tuning.transfer import TransferredPlans, transferred
 
 _STEPS = 32  # most batches beyond the largest unplanned one, each 1/8 larger
@@ -78,14 +78,15 @@ class WaySearch:
         most = {} if self.total is None else {"most": self._own_total}
         start, like = self.start, self.like
         if like is not None:
-            known = "largest_planned" if planned else "largest_unplanned"
-            start = like.__dict__.get(known) or max(like.largest_unplanned, 1)
-        plans_at = self.plans_at if planned else None
+            start = max(like.largest_unplanned, 1)
+            if planned:
+                start = like.__dict__.get("largest_planned") or start
         return largest_batch(
             self.graph_at,
             self.limit,
-            plans_at,
+            self.plans_at if planned else None,
             start=start,
+            unplanned=self.largest_unplanned if planned else None,
             simulator=self.simulator,
             **most,
         )
@@ -170,24 +171,30 @@ class WaySearch:
 
     def _plan_at(self, rows: int) -> ReplayedPlan | None:
         """The cheapest plan that fits, until the step is recorded that of ``like``."""
-        if self.like is not None and rows not in self.batches_of(rows).recorded:
-            twin = self.like.setting(rows)
-            graph = self.graph_at(rows)
-            if twin and twin.regions and same_forward(self.like.graph_at(rows), graph):
-                simulator = Simulator(graph)
-                timeline = simulator.run(twin.regions)
-                if self.limit.allows(timeline):
-                    return timeline, twin.regions
-                there = TransferredPlans(self.like.plans_at(rows), simulator)
-                if found := plan_within(there, self.limit):
-                    return found
-        found = plan_within(self.plans_at(rows), self.limit)
+        found = self._plan_of_like(rows)
+        found = found or plan_within(self.plans_at(rows), self.limit)
         found = found or plan_within(self.planner_at(rows), self.limit)
         if found is None and self.__dict__.get("_farthest", (0, ()))[0] == rows:
             # A plan of another batch, of which the allocator holds fewer bytes.
             regions = self._farthest[1]
             return self.simulator(self.graph_at(rows)).run(regions), regions
         return found
+
+    def _plan_of_like(self, rows: int) -> ReplayedPlan | None:
+        """A plan of ``like`` that fits, unless plans of a nearer batch are known."""
+        batches, like = self.batches_of(rows), self.like
+        near = batches.searched_near(rows, self.accumulation(rows))
+        is_own = near is not None and near[0] is batches
+        if like is None or rows in batches.recorded or is_own:
+            return None
+        twin, graph = like.setting(rows), self.graph_at(rows)
+        if not (twin and twin.regions and same_forward(like.graph_at(rows), graph)):
+            return None
+        simulator = Simulator(graph)
+        timeline = simulator.run(twin.regions)
+        if self.limit.allows(timeline):
+            return timeline, twin.regions
+        return plan_within(TransferredPlans(like.plans_at(rows), simulator), self.limit)
 
     def _setting_of(self, rows: int, found: ReplayedPlan) -> Setting:
         timeline, regions = found
@@ -208,7 +215,7 @@ class WaySearch:
         """The setting with the most samples per second; None if not one row fits."""
         best = None
         for rows in self.first_batches(self.largest_unplanned):
-            best = _better(best, self.setting(rows, planned=False))
+            best = better(best, self.setting(rows, planned=False))
         best = self._refined(best, planned=False)
         if not planned:
             return best
@@ -221,7 +228,7 @@ class WaySearch:
                 if one is None and rows not in self.refused:
                     break
                 overhead = max(overhead, one.overhead if one else 0.0)
-                best = _better(best, one)
+                best = better(best, one)
             elif unplanned < before and self.batches_of(rows).not_linear:
                 break  # each is recorded, and larger ones are slower still
         if best is not None and best.regions:
@@ -250,11 +257,11 @@ class WaySearch:
     def _refined(self, best: Setting | None, *, planned: bool) -> Setting | None:
         while best is not None and self.total is None:
             for (_, plan), known in self._settings.items():
-                best = _better(best, known) if plan == planned else best
+                best = better(best, known) if plan == planned else best
             rows = self._next(best, planned) if best is not None else None
             if rows is None:
                 break
-            best = _better(best, self.setting(rows, planned=planned))
+            best = better(best, self.setting(rows, planned=planned))
         return best
 
     def _next(self, best: Setting, planned: bool) -> int | None:
@@ -341,10 +348,3 @@ class WaySearch:
         self._lever_plans.clear()
         for name in ("largest_unplanned", "largest_planned", "_farthest"):
             self.__dict__.pop(name, None)
-
-
-def _better(one: Setting | None, other: Setting | None) -> Setting | None:
-    """The faster of two settings, of equal ones the first."""
-    if one is None or other is None:
-        return one or other
-    return max(one, other, key=lambda setting: setting.samples_per_second)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -10,6 +10,7 @@ from ckplan.errors import CkplanError
 from ckplan.graph.graph import Graph
 from ckplan.graph.sharding import Sharding, Traffic, sharded, traffic_of
 from ckplan.solving.memory_limit import MemoryLimit
+from ckplan.tuning.ahead import Ahead, Asked
 from ckplan.tuning.batches import Batches, probe_rows
 from ckplan.tuning.plan_levers import has_plan_levers, without_plan_levers
 from ckplan.tuning.ranks import Ranks
@@ -28,21 +29,52 @@ class Recorder:
     Args:
         record: Records a step: the way, rows, micro-batches, and how often this step
             was recorded before.
+        learn: Learns of a step that a copy of this process recorded; whether it may be
+            taken.
+        prepare: Called first in every copy; without it, none is made.
     """
 
     record: Callable[[Way, int, int, int], Graph]
-    _known: dict[tuple[Way, int, int], list[Graph]] = field(default_factory=dict)
+    learn: Callable[[Way, int, int, Graph], bool] = lambda *step: True
+    prepare: Callable[[], None] | None = None
+    _known: dict[Asked, list[Graph]] = field(default_factory=dict)
+    _ahead: Ahead | None = None
 
     def __call__(self, way: Way, rows: int, accumulate: int) -> Graph:
         """The step, recorded if it was not."""
-        known = self._known.get((way, rows, accumulate))
-        return known[-1] if known else self.again(way, rows, accumulate)
+        step = way, rows, accumulate
+        if step not in self._known and self._ahead is not None:
+            found = self._ahead.take(step)
+            if found is not None and self.learn(*step, found):
+                self._known[step] = [found]
+        known = self._known.get(step)
+        return known[-1] if known else self.again(*step)
 
     def again(self, way: Way, rows: int, accumulate: int) -> Graph:
         """The step, recorded anew."""
         known = self._known.setdefault((way, rows, accumulate), [])
         known.append(self.record(way, rows, accumulate, len(known)))
         return known[-1]
+
+    def begin(self, steps: Iterable[Asked]) -> bool:
+        """Have steps that will be asked for recorded by copies of this process.
+
+        Returns:
+            Whether any copy is at work.
+        """
+        if self.prepare is None:
+            return False
+        self._ahead = self._ahead or Ahead(self._in_copy, self.prepare)
+        return self._ahead.begin(step for step in steps if step not in self._known)
+
+    def end(self) -> None:
+        """Stop all copies."""
+        if self._ahead is not None:
+            self._ahead.end()
+
+    def _in_copy(self, way: Way, rows: int, accumulate: int) -> Graph:
+        self._ahead = None
+        return self(way, rows, accumulate)
 
 
 @dataclass
@@ -91,6 +123,27 @@ class Searches:
     def begun(self) -> list[WaySearch]:
         """The searches of ways that the model does not refuse."""
         return [one for one in self._known.values() if one.way not in self.refused]
+
+    @property
+    def recorded_batches(self) -> int:
+        """Micro-batches of the steps that are recorded."""
+        return 1 if self.accumulate == 1 and self.total is None else 2
+
+    def begin(self, steps: Iterable[Asked]) -> bool:
+        """Have steps recorded beside the search; whether any is, now."""
+        if not isinstance(self.record, Recorder):
+            return False
+        return self.record.begin((_of_all(way), n, many) for way, n, many in steps)
+
+    def begin_probes(self, ways: Iterable[Way]) -> None:
+        """The same for the first batches of ways."""
+        probes, many = probe_rows(self.rows), self.recorded_batches
+        of_card = self.of(self.way).batches_of(self.rows).is_of_card
+        for way in ways:
+            if not (way.compiled or has_plan_levers(way)):
+                alike = of_card and self._like(way) is not None
+                few = probes[:1] if alike else probes
+                self.begin((way, rows, many) for rows in few)
 
     def _like(self, way: Way) -> WaySearch | None:
         """The search of a way that differs in its optimizer alone, if there is one."""

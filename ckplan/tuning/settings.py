@@ -87,6 +87,13 @@ class Setting:
         return self.step_seconds / self.samples
 
 
+def better(one: Setting | None, other: Setting | None) -> Setting | None:
+    """The faster of two settings, of equal ones the first."""
+    if one is None or other is None:
+        return one or other
+    return max(one, other, key=lambda setting: setting.samples_per_second)
+
+
 @dataclass(frozen=True, slots=True)
 class Lever:
     """One change of a way to train.

@@ -102,6 +102,7 @@ class Tuning:
             CkplanError: The model cannot be trained as given.
         """
         self.levers = self._without_own_kernel()
+        self.searches.begin_probes(lever.pulled(self._way) for lever in self.levers)
         best, on_top = self._checked_climb()
         alone = {lever: self.best_of(lever.pulled(self._way)) for lever in self.levers}
         base = self.best_of(self._way)
@@ -130,7 +131,7 @@ class Tuning:
             row_of(self.searches, lever, alone[lever], best, on_top)
             for lever in self.levers
         ]
-        if self._total is None and self.searches.accumulate == 1:
+        if self._shows_accumulation:
             with suppress(CkplanError):  # traces hold no other number of them
                 rows.insert(1, row_of_accumulation(self.searches))
         if self._limit.of_reserved and not self._limit.expandable:
@@ -151,6 +152,11 @@ class Tuning:
             notes=tuple(dict.fromkeys(self._notes)),
             batch_dims=dims,
         )
+
+    @property
+    def _shows_accumulation(self) -> bool:
+        """Whether accumulating is a row of the table."""
+        return self._total is None and self.searches.accumulate == 1
 
     def _without_own_kernel(self) -> tuple[Lever, ...]:
         """The levers less the kernel that the step has already, but with its groups.
@@ -176,6 +182,8 @@ class Tuning:
         way, pulled = self._way, list[Lever]()
         while True:
             now = self.best_of(way)
+            if way == self._way and now is not None:
+                self._begin_likely(now)
             on_top = {
                 lever: self.best_of(lever.pulled(way))
                 for lever in self.levers
@@ -190,6 +198,15 @@ class Tuning:
             way = best.pulled(way)
             pulled.append(best)
 
+    def _begin_likely(self, best: Setting) -> None:
+        """Record beside the search where ways with other kernels are likely best, too.
+
+        Meanwhile the largest planned batch is searched, near which theirs is.
+        """
+        many = self.searches.recorded_batches
+        if self.searches.begin([(best.way, best.batch, many)]):
+            _ = self.search(best.way).largest_planned
+
     def _checked_climb(self) -> tuple[Setting | None, dict[Lever, Setting | None]]:
         """The best setting, recorded, and every lever on top of it.
 
@@ -198,6 +215,8 @@ class Tuning:
         of their own. So they are recorded wherever one was not like its drawn step.
         """
         way, on_top = self._climb()
+        if self._shows_accumulation:
+            self.searches.begin([(self._way, probe_rows(self._rows)[0], 2)])
         best = self._checked(way)
         if best is None or not self._unlike:
             return best, on_top

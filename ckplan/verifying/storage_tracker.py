@@ -25,7 +25,7 @@ from ckplan.applying.tensors.op_traits import RUNNING_STATISTICS, TRAINING, trai
 from ckplan.applying.tensors.retained import tensors_in
 from ckplan.simulating.curve import Curve
 from ckplan.tracing.costs.cost_cache import Cost
-from ckplan.tracing.faking.fake_mode import SET_STORAGE_OPS
+from ckplan.tracing.faking.fake_outputs import SET_STORAGE_OPS
 from ckplan.tracing.faking.inplace_formulas import InplaceFormulas
 from ckplan.tracing.recording.recorder import nodes_below
 from ckplan.tracing.recording.recording import RawOp, TensorMeta, describe, meta

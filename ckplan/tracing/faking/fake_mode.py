@@ -33,6 +33,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ckplan.tracing.faking.answers import answers_of_training
 from ckplan.tracing.faking.asked_device import asked_device
+from ckplan.tracing.faking.fake_outputs import SET_STORAGE_OPS, make_fake_mode
 from ckplan.tracing.faking.kernel_layouts import as_kernels_do
 from ckplan.tracing.faking.known_sizes import fake_like, tensor_of_known, with_positions
 from ckplan.training.collector import Instances
@@ -58,10 +59,6 @@ with the probability of something rare, such as to leave a layer out."""
 _GROUPED_MM = torch.ops.aten._grouped_mm.default
 _SIZED_BY_KERNEL = (torch.ops.aten.mkldnn_rnn_layer.default,)
 """Ops whose workspace for backward has a size that only the kernel knows."""
-SET_STORAGE_OPS = (
-    torch.ops.aten.set_.source_Storage,
-    torch.ops.aten.set_.source_Storage_storage_offset,
-)
 _FUSED = (
     torch.ops.aten._fused_adagrad_,
     torch.ops.aten._fused_adam_,
@@ -69,28 +66,6 @@ _FUSED = (
     torch.ops.aten._fused_sgd_,
 )
 """Optimizer steps; torch has few fake kernels of them. They return nothing."""
-
-
-class _Fakes(FakeTensorMode):
-    """A fake mode that survives copies of its tensors."""
-
-    def __deepcopy__(self, memo: object) -> _Fakes:
-        """Return the same mode, as copied tensors must keep it."""
-        del memo
-        return self
-
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Any = None,
-    ) -> Any:
-        """Keep storages out of torch's cache of fake kernels, as it holds them."""
-        if func not in SET_STORAGE_OPS:
-            return super().__torch_dispatch__(func, types, args, kwargs or {})
-        with mock.patch.object(self, "cache_enabled", False):
-            return super().__torch_dispatch__(func, types, args, kwargs or {})
 
 
 class KnownValues(TorchDispatchMode):
@@ -274,11 +249,6 @@ def _written_arguments(func: Any, args: tuple[Any, ...]) -> Iterator[torch.Tenso
         if argument.alias_info is not None and argument.alias_info.is_write:
             leaves = pytree.tree_leaves(value)
             yield from (x for x in leaves if isinstance(x, torch.Tensor))
-
-
-def make_fake_mode() -> FakeTensorMode:
-    """A mode whose tensors outlive copies, not entered yet."""
-    return _Fakes(allow_non_fake_inputs=True)
 
 
 def without_draws() -> AbstractContextManager[object]:

@@ -27,12 +27,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ckplan.tracing.faking.fake_mode import (
     QUESTIONS,
-    SET_STORAGE_OPS,
     KnownValues,
     is_small,
-    make_fake_mode,
     without_draws,
 )
+from ckplan.tracing.faking.fake_outputs import SET_STORAGE_OPS, make_fake_mode
 
 _Made = TypeVar("_Made")
 _META = torch.device("meta")
