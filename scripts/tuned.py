@@ -1,4 +1,4 @@
-"""Proves that `ckplan tune` finds settings that are worth it, in four tables.
+"""Proves that `ckplan tune` finds settings that are worth it, in five tables.
 
 *Hand*: tuned settings beside those that people choose by hand, measured on the CPU.
 *Cards*: whether tuned settings have room on cards, and leave none unused.
@@ -7,6 +7,7 @@ Rows of these three are kept in files of JSON lines as soon as they are known: t
 run goes on there. Each has a page of its own, where its beginning says how it is made.
 *Batches*: the largest batch with a plan, over the largest one without, on a card; its
 ratios are results, and no claim.
+*Seconds*: how long a search takes.
 
     python scripts/tuned.py
     python scripts/tuned.py --part hand --minutes 30
@@ -17,7 +18,7 @@ Exit code 1 if a step exceeds its limit; a tuned setting is slower than one by h
 more than 3 %; fewer than 90 % of the speeds are predicted within 8 %, or fewer than
 95 % of the pairs in their order; a tuned step has no room on its card, or more than 3 %
 of the cards stays unused on average; a lever has another sign than predicted, or fewer
-than 90 % of the levers are within 2 points.
+than 90 % of the levers are within 2 points; or a search takes longer than asked.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from typing import NamedTuple
 import _by_hand
 import _lever_signs
 import _measuring as measuring
+import _tune_seconds
 import _tuned_cards
 import torch
 
@@ -111,6 +113,9 @@ PARTS: Mapping[str, _Part] = {
         "The signs of the levers of tune", _lever_signs.__doc__, _lever_signs.signs
     ),
     "batches": _Part("Largest batches with a plan", _BATCHES, batches),
+    "seconds": _Part(
+        "How long a search takes", _tune_seconds.__doc__, _tune_seconds.seconds
+    ),
 }
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import ckplan
+from ckplan import autotune
 from ckplan.autotune import recorder
 from ckplan.errors import CkplanError, InfeasibleError, WorkloadError
 from ckplan.graph.graph import Graph
@@ -24,6 +25,7 @@ from ckplan.solving.memory_limit import MemoryLimit
 from ckplan.tracing.other_steps import OtherSteps
 from ckplan.training.step import TrainingStep
 from ckplan.training.workload import as_workload, with_rows
+from ckplan.tuning import ahead
 from ckplan.tuning.lever_rows import row_of
 from ckplan.tuning.searches import Searches
 from ckplan.tuning.settings import ALLOWED, Way
@@ -53,6 +55,28 @@ def batch(rows: int = 64) -> dict[str, Any]:
 def peak(rows: int) -> int:
     graph = ckplan.profile(model(), **batch(rows), **HOW)
     return ckplan.solve(graph, goal="min-memory").predicted.unplanned_peak_bytes
+
+
+@pytest.mark.parametrize("how", [{}, {"allow": "bf16"}])
+def test_the_answer_is_the_same_with_steps_recorded_in_copies(
+    monkeypatch: pytest.MonkeyPatch, how: dict[str, Any]
+) -> None:
+    taken: list[bool] = []
+    learn_from_copy = autotune._KnownSteps.learn_from_copy
+
+    def noted(*args: Any) -> None:
+        taken.append(True)
+        learn_from_copy(*args)
+
+    monkeypatch.setattr(autotune._KnownSteps, "learn_from_copy", noted)
+    answers = []
+    for copies in (0, 2):
+        monkeypatch.setattr(ahead, "spare_processors", lambda copies=copies: copies)
+        taken.clear()
+        found = ckplan.tune(model(), **batch(), budget=24 * MIB, **HOW, **how)
+        answers.append(tuned_json(found))
+        assert bool(taken) is bool(copies)
+    assert answers[0] == answers[1]
 
 
 @pytest.mark.parametrize(

@@ -306,8 +306,14 @@ def test_the_largest_number_is_found_from_anywhere(
 
     limit = bent(largest + gap)
     for numbers in (range(1, 101), STEPS):
-        found = largest_number(bent, lambda n: n <= largest, limit, numbers, start)
-        assert found == max((n for n in numbers if n <= largest), default=0)
+        expected = max((n for n in numbers if n <= largest), default=0)
+        how = (bent, lambda n: n <= largest, limit, numbers, start)
+        assert largest_number(*how) == expected
+        assert largest_number(*how, least=expected) == expected
+        for guess in (1, largest, 50, 4000):
+            for least in (0, expected // 2):
+                found = largest_number(*how, least=least, likely=lambda n, g=guess: g)
+                assert found == expected
 
 
 def test_a_plan_is_not_replayed_on_a_batch_with_other_ops() -> None:
