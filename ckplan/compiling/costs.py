@@ -115,12 +115,15 @@ class CpuCosts:
 
     def seconds(self, run: Sequence[fx.Node], kernels: Kernels) -> tuple[float, float]:
         """Seconds of a run of nodes, and 0.0: the processor itself runs it."""
-        alone = [_MEASURED[self._keys[one]] for one in run if nodes.is_alone(one)]
-        if alone:
-            return sum(alone), 0.0
+        if any(map(nodes.is_alone, run)):
+            return sum(map(self.alone, run)), 0.0
         each = sum(map(nodes.arithmetic_seconds, run)) + _writing_seconds(run)
         moving = nodes.moving_seconds(kernels.crossing_bytes(run))
         return max(each / self._threads, moving), 0.0
+
+    def alone(self, node: fx.Node) -> float:
+        """Seconds of a contraction or attention; 0.0 of what is fused with others."""
+        return _MEASURED[self._keys[node]] if nodes.is_alone(node) else 0.0
 
     def rebuilt(self, run: Sequence[fx.Node], kernels: Kernels) -> tuple[float, float]:
         """Seconds that the run adds to kernels of backward, where it is fused.

@@ -196,9 +196,9 @@ def divide(
         )
     changed = nodes.changed_inputs(joint.graph)
     _move_to_forward(joint.graph, saved)
-    for node in _before_gradients(joint.graph):
+    for node in before_gradients(joint.graph):
         if node.op in ("call_function", "get_attr"):
-            keep = node.name in saved or _made_once(node, changed)
+            keep = node.name in saved or made_once(node, changed)
             policy = CheckpointPolicy
             wanted = policy.MUST_SAVE if keep else policy.MUST_RECOMPUTE
             node.meta["recompute"] = wanted
@@ -241,7 +241,7 @@ def _saved_of_forward(joint: fx.GraphModule, parts: Parts) -> frozenset[str]:
     read = {one.name for one in parts[1].graph.find_nodes(op="placeholder")}
     return frozenset(
         node.name
-        for node in _before_gradients(joint.graph)
+        for node in before_gradients(joint.graph)
         if node.op == "call_function"
         and node.name in read
         and nodes.base_of(node) not in changed
@@ -252,7 +252,7 @@ def _copy(module: fx.GraphModule) -> fx.GraphModule:
     return fx.GraphModule(module, copy.deepcopy(module.graph))
 
 
-def _before_gradients(graph: fx.Graph) -> Iterator[fx.Node]:
+def before_gradients(graph: fx.Graph) -> Iterator[fx.Node]:
     """The nodes that need no gradient, in order: all of forward."""
     after: set[fx.Node] = set()
     for node in graph.nodes:
@@ -276,7 +276,7 @@ def _move_to_forward(graph: fx.Graph, saved: Collection[str]) -> None:
         if node.meta.get(PLACE) == IN_FORWARD or node.name.startswith(PRIMALS)
     )
     order = {node: number for number, node in enumerate(graph.nodes)}
-    ours = {*_before_gradients(graph)}
+    ours = {*before_gradients(graph)}
     late: set[fx.Node] = set()
     todo = [node for node in ours if node.name in saved]
     while todo:
@@ -290,7 +290,7 @@ def _move_to_forward(graph: fx.Graph, saved: Collection[str]) -> None:
         node.meta[PLACE] = IN_FORWARD
 
 
-def _made_once(node: fx.Node, changed: Collection[fx.Node]) -> bool:
+def made_once(node: fx.Node, changed: Collection[fx.Node]) -> bool:
     """Whether backward could not make the value again: drawn, or its input is gone."""
     return _runs_once(node, changed) or any(
         _runs_once(one, changed)

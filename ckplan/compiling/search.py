@@ -15,7 +15,8 @@ from functools import cached_property
 from typing import TypeAlias
 
 from ckplan import units
-from ckplan.compiling.costs import seconds_of_step
+from ckplan.compiling.costs import CpuCosts, seconds_of_step
+from ckplan.compiling.cuts import Cuts
 from ckplan.compiling.graph import CompiledStep, as_graph
 from ckplan.compiling.layouts import convolutions_to_save, saving
 from ckplan.compiling.lowering import DynamoGraph, Lowered
@@ -245,6 +246,20 @@ class CompiledPlanner:
     def seconds_in(self, joint: JointGraph) -> float:
         """Estimated seconds of a division: its ops, and memory that is new to it."""
         return seconds_of_step(self.step.divided(joint))
+
+    def least_overhead(self, saved_bytes: int) -> float:
+        """Contractions that run again at least, as a fraction of the unplanned step.
+
+        Args:
+            saved_bytes: Most bytes that forward saves.
+        """
+        return self._cuts.seconds_at_least(saved_bytes) / self._own_seconds
+
+    @cached_property
+    def _cuts(self) -> Cuts:
+        costs = CpuCosts(self.unplanned.kernel_bytes)
+        costs.measure(self.joint.module.graph)
+        return Cuts(self.joint, costs.alone)
 
     @cached_property
     def _own_seconds(self) -> float:

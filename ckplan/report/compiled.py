@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from ckplan.verifying.compiled_steps import CompiledVerification
 
 _NONE = "n/a"
+_LEAST = "least: contractions that any choice runs again which saves no more bytes"
 _WRONGLY = (
     "torch.compile itself computes another step than the uncompiled one, with a plan "
     "and without: look for the op that it compiles wrongly, such as "
@@ -91,7 +92,7 @@ def compiled_error(found: CompiledVerification) -> VerifyError:
 def compared_report(found: CompiledComparison) -> RenderableType:
     """Ways to divide a compiled step: replayed peaks, estimated seconds."""
     budget = units.format_bytes(found.budget_bytes)
-    headers = ("", "peak", "saved", "step", "overhead", "fits", "gradients")
+    headers = ("", "peak", "saved", "step", "overhead", "least", "fits", "gradients")
     table = make_table(*headers)
     for one in found.steps:
         add_row(
@@ -101,12 +102,14 @@ def compared_report(found: CompiledComparison) -> RenderableType:
             units.format_bytes(one.saved_bytes),
             units.format_seconds(one.step_seconds),
             _percent(one.overhead),
+            _percent(one.least_overhead),
             "yes" if one.fits else "no",
             "wrong" if one.is_wrong else "right",
             bold=one is found.steps[-1],
         )
     title = f"{found.model}, compiled, within {budget}: peaks replayed, time estimated"
     parts: list[RenderableType] = [section(title, table)]
+    parts.append(Text(_LEAST))
     if any(one.draws_again for one in found.steps):
         parts.append(Text("wrong: backward draws other random numbers than forward"))
     if any(one.reads_changed for one in found.steps):

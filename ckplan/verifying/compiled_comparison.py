@@ -3,7 +3,8 @@
 Every row is one division of the same joint graphs, lowered and replayed: torch's own,
 its ``activation_memory_budget`` at several values, layers recomputed, everything
 recomputed, and the plan for a budget. Peaks are replayed, seconds estimated by the same
-rule for all: the fused runs of that division, see ``compiling/graph.py``.
+rule for all: the fused runs of that division, see ``compiling/graph.py``. Beside them
+is what any division runs again that saves no more bytes, see ``compiling/cuts.py``.
 """
 
 from __future__ import annotations
@@ -37,6 +38,9 @@ class ComparedStep:
     saved_bytes: int  # between forward and backward, outputs included
     step_seconds: float  # estimated, of one core
     overhead: float  # of them, relative to torch's own division
+    least_overhead: (
+        float  # contractions that run again where no more is saved, at least
+    )
     fits: bool
     draws_again: bool  # backward draws random numbers anew: gradients are wrong
     reads_changed: bool  # backward reads what forward changes: so they are, too
@@ -131,6 +135,10 @@ class _Rows:
         planners = parts.planners
         seconds = {k: planners[k].seconds_in(j) for k, j in joints.items()}
         overheads = {k: planners[k].overhead_in(j) for k, j in joints.items()}
+        least = {
+            k: one.least_overhead(replayed[k].saved_bytes)
+            for k, one in planners.items()
+        }
         peak_bytes = parts.peak_bytes(replayed)
         backward = [one.backward.graph.nodes for one in joints.values()]
         self.steps.append(
@@ -140,6 +148,7 @@ class _Rows:
                 saved_bytes=sum(replayed[run.key].saved_bytes for run in parts.runs),
                 step_seconds=sum(seconds[run.key] for run in parts.runs),
                 overhead=parts.overhead_of(overheads),
+                least_overhead=parts.overhead_of(least),
                 fits=peak_bytes <= self._budget_bytes,
                 draws_again=any(map(nodes.is_draw, chain(*backward))),
                 reads_changed=any(map(reads_changed, joints.values())),
