@@ -77,10 +77,10 @@ class WaySearch:
     def _largest(self, *, planned: bool) -> tuple[int, tuple[Region, ...]]:
         most = {} if self.total is None else {"most": self._own_total}
         start, like = self.start, self.like
-        if like is not None:
+        if planned:
+            start = like.__dict__.get("largest_planned", 0) if like is not None else 0
+        elif like is not None:
             start = max(like.largest_unplanned, 1)
-            if planned:
-                start = like.__dict__.get("largest_planned") or start
         return largest_batch(
             self.graph_at,
             self.limit,

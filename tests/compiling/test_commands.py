@@ -222,6 +222,11 @@ def test_a_plan_is_compared_with_torch_s_own_choices(
     assert plan["peak_bytes"] <= found["budget_bytes"] < own["peak_bytes"]
     assert found["budget_bytes"] == int(0.85 * own["peak_bytes"])
     assert plan["step_seconds"] > own["step_seconds"]
+    # what saves less runs no less again
+    by_bytes = sorted(found["steps"], key=lambda one: -one["saved_bytes"])
+    least = [one["least_overhead"] for one in by_bytes]
+    assert least == sorted(least)
+    assert own["least_overhead"] == 0 < steps["everything"]["least_overhead"]
     # torch draws dropout masks anew in backward, where it recomputes them
     assert steps["torch, 0"]["draws_again"]
     assert not any(
