@@ -295,6 +295,27 @@ def test_the_largest_planned_batch_has_a_setting(
     assert search.setting(most + 1) is None
 
 
+def test_plans_are_first_searched_where_the_largest_batch_is_likely(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[int] = []
+    plans_at = WaySearch.plans_at
+
+    def noted(search: WaySearch, rows: int) -> Any:
+        asked.append(rows)
+        return plans_at(search, rows)
+
+    monkeypatch.setattr(WaySearch, "plans_at", noted)
+    searches = Searches(record, MemoryLimit(1_200), Way(), 4)
+    one = searches.of(Way())
+    most = one.largest_planned
+    assert asked[0] == one.largest_unplanned + 1  # not one of many rows, or of few
+    other = searches.of(Way(optimizer="adamw:fused"))
+    asked.clear()
+    assert other.largest_planned == most
+    assert asked[0] == most
+
+
 @pytest.mark.parametrize("start", [1, 5, 100, 4000])
 @pytest.mark.parametrize("largest", [0, 1, 2, 63, 100])
 @pytest.mark.parametrize("gap", [0, 1, 7])
