@@ -13,9 +13,9 @@ from itertools import chain
 from typing import NamedTuple, TypeAlias
 
 from ckplan.graph.graph import Graph
-from ckplan.graph.records import BEFORE_STEP, MULTIPLIES
+from ckplan.graph.records import BEFORE_STEP, MULTIPLIES, NO_WORKSPACE
 from ckplan.simulating.caching_allocator import Block, CachingAllocator, NoRoomError
-from ckplan.simulating.effect import AFTER_MOMENT, BEFORE_OP, RETURNED, Interval
+from ckplan.simulating.effect import AFTER_MOMENT, BEFORE_OP, RETURNED
 from ckplan.simulating.simulate import Timeline
 
 _BEFORE, _OUTPUT, _WORKSPACE, _ENCODING, _GONE = range(5)  # order in a half moment
@@ -61,46 +61,54 @@ def events(timeline: Timeline) -> list[Event]:
     """
     end = 2 * len(timeline.graph.ops)
     found: list[Event] = []
-    for block, (phase, interval) in enumerate(_intervals(timeline)):
-        start, stop, num_bytes, start_tick, stop_tick = interval[:5]
+    for block, span in enumerate(_spans(timeline)):
+        phase, start, stop, num_bytes, start_tick, stop_tick = span
         if not num_bytes or stop < start:
             continue
         found.append(Event(start, phase, start_tick, block, num_bytes))
         if stop < end:
-            over = _WORKSPACE if phase == _BEFORE else phase
-            last = (over, stop_tick) if stop_tick != AFTER_MOMENT else (_GONE, 0)
-            found.append(Event(stop, *last, block, 0))
-    return sorted(found)
+            if stop_tick == AFTER_MOMENT:
+                phase, stop_tick = _GONE, 0
+            elif phase == _BEFORE:
+                phase = _WORKSPACE
+            found.append(Event(stop, phase, stop_tick, block, 0))
+    found.sort()
+    return found
 
 
-_Span: TypeAlias = tuple[int, int, int, int, int]
-"""The first fields of an ``Interval``, which takes longer to make."""
+_Span: TypeAlias = tuple[int, int, int, int, int, int]
+"""A phase, then the first fields of an ``Interval``, which takes longer to make."""
 
 
-def _intervals(timeline: Timeline) -> Iterator[tuple[int, _Span | Interval]]:
+def _spans(timeline: Timeline) -> Iterator[_Span]:
     graph, stops, ticks = timeline.graph, timeline.stops, timeline.freed_ticks
     for number, storage in enumerate(graph.storages):
         start = 0 if storage.maker == BEFORE_STEP else 2 * storage.maker + 1
         stop_tick = ticks.get(number, AFTER_MOMENT)
-        yield _OUTPUT, (start, stops[number], storage.bytes, 0, stop_tick)
-    for moment, op in enumerate(graph.ops):
-        half_moment = 2 * moment + 1
-        for phase, blocks in zip((_BEFORE, _WORKSPACE), op.workspace, strict=True):
-            yield from (
-                (phase, Interval(half_moment, half_moment, size, 0, 1))
-                for size in blocks
-            )
+        yield _OUTPUT, start, stops[number], storage.bytes, 0, stop_tick
+    yield from _workspaces(graph)
     early = {one.storage: one.start for one in timeline.moves.early}
     for effect in timeline.effects:
         for interval in effect.allocated:
             if interval.form == RETURNED and interval.storage in early:
                 start = min(early[interval.storage], interval.start)
                 interval = interval._replace(start=start, start_tick=0)
-            yield _BEFORE if interval.start_tick == BEFORE_OP else _OUTPUT, interval
-        yield from ((_OUTPUT, interval) for interval in effect.workspaces)
+            phase = _BEFORE if interval.start_tick == BEFORE_OP else _OUTPUT
+            yield phase, *interval[:5]
+        for interval in effect.workspaces:
+            yield _OUTPUT, *interval[:5]
         for half_moment, beyond in effect.encoding.items():
             workspace_bytes = graph.ops[half_moment // 2].workspace.bytes + beyond
-            yield _ENCODING, Interval(half_moment, half_moment, workspace_bytes, 0, 1)
+            yield _ENCODING, half_moment, half_moment, workspace_bytes, 0, 1
+
+
+def _workspaces(graph: Graph) -> Iterator[_Span]:
+    for moment, op in enumerate(graph.ops):
+        if op.workspace is not NO_WORKSPACE:
+            half_moment = 2 * moment + 1
+            for phase, blocks in zip((_BEFORE, _WORKSPACE), op.workspace, strict=True):
+                for size in blocks:
+                    yield phase, half_moment, half_moment, size, 0, 1
 
 
 def reserved_bytes(timeline: Timeline, *, expandable: bool = False) -> int:
@@ -201,7 +209,8 @@ class _Replay:
                 self.fill(levels, moment + 1)
             if num_bytes:
                 blocks[block] = allocator.allocate(num_bytes)
-                most = max(most, allocator.allocated_bytes)
+                if allocator.allocated_bytes > most:
+                    most = allocator.allocated_bytes
             elif kept_as and block in kept_as:
                 blocks[kept_as[block]] = blocks.pop(block)
             else:
