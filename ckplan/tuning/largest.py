@@ -195,15 +195,15 @@ def largest_number(
     if top <= low or fits(numbers[top]):
         low = max(low, top)
         return numbers[low] if low >= 0 else 0
-    place = min(bisect_right(numbers, likely(numbers[top])), high) - 1
+    guess = min(bisect_right(numbers, likely(numbers[top])), high) - 1
+    if guess > low and fits(numbers[guess]):
+        low = guess
     while high - low > 1:
-        if place <= low:
-            place = (low + high) // 2 if low >= 0 else 0
+        place = (low + high) // 2 if low >= 0 else max(high - step, 0)
         if fits(numbers[place]):
             low = place
         else:
-            high = place
-        place, step = (low if low >= 0 else high - step), 2 * step
+            high, step = place, 2 * step
     return numbers[low] if low >= 0 else 0
 
 

@@ -337,6 +337,19 @@ def test_the_largest_number_is_found_from_anywhere(
                 assert found == expected
 
 
+def test_a_batch_of_one_row_that_needs_more_than_two_hides_no_larger_one() -> None:
+    # Of one row, other ops run: copies, which larger batches do without.
+    def fits(rows: int) -> bool:
+        return rows == 2
+
+    numbers = range(1, 100)
+    for guess in (1, 2):
+        found = largest_number(
+            lambda n: 10 * n, fits, 35, numbers, near=4, likely=lambda n, g=guess: g
+        )
+        assert found == 2
+
+
 def test_a_plan_is_not_replayed_on_a_batch_with_other_ops() -> None:
     def at(rows: int) -> Graph:
         return step_at(rows, blocks=2 if rows == 1 else 3)
