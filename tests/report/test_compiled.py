@@ -102,6 +102,7 @@ def test_divisions_with_wrong_gradients_are_marked_and_the_reason_is_said() -> N
         saved_bytes=2**19,
         step_seconds=0.1,
         overhead=0.0,
+        least_overhead=0.125,
         fits=True,
         draws_again=False,
         reads_changed=False,
@@ -114,6 +115,7 @@ def test_divisions_with_wrong_gradients_are_marked_and_the_reason_is_said() -> N
         return console.file.getvalue()  # type: ignore[attr-defined, no-any-return]
 
     assert "right" in text(right)
+    assert "+12.5 %" in text(right) and "least: contractions" in text(right)
     assert "wrong" not in text(right)
     drawn = text(right, replace(right, draws_again=True))
     assert "wrong: backward draws other random numbers than forward" in drawn
