@@ -26,11 +26,14 @@ BROKEN_PIPE = 141  # 128 + SIGPIPE
 @contextmanager
 def fewer_collections() -> Iterator[None]:
     """A scope of a search: its many records live on, so looking for cycles is waste."""
-    before = gc.get_threshold()
-    gc.set_threshold(400_000, 50, 50)
+    before, frozen = gc.get_threshold(), gc.get_freeze_count()
+    gc.set_threshold(4_000_000, 50, 50)
     try:
         yield
     finally:
+        if not frozen:  # else the next object made would have all young ones looked at
+            gc.freeze()
+            gc.unfreeze()
         gc.set_threshold(*before)
 
 
