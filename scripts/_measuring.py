@@ -38,6 +38,11 @@ GPT2_XL = (
     "vocab=50257",
 )
 
+LLAMA_3_8B = (
+    *("layers=32", "width=4096", "heads=32", "groups=8", "inner=14336"),
+    *("vocab=128256", "batch=1", "length=8192", "dtype=bfloat16"),
+)
+
 _KEEP_MEMORY = {  # of glibc: no block of its own for a tensor, nothing given back
     "MALLOC_MMAP_MAX_": "0",
     "MALLOC_TRIM_THRESHOLD_": str(2**40),

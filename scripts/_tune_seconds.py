@@ -22,11 +22,6 @@ import _measuring as measuring
 
 from ckplan.units import format_bytes
 
-_LLAMA_3_8B = (
-    *("layers=32", "width=4096", "heads=32", "groups=8", "inner=14336"),
-    *("vocab=128256", "batch=1", "length=8192", "dtype=bfloat16"),
-)
-
 
 class _Case(NamedTuple):
     title: str
@@ -39,7 +34,7 @@ class _Case(NamedTuple):
 CASES = (
     _Case("GPT-2, 12 x 384", "gpt2", (), "RTX 4090", 10.0),
     _Case("GPT-2 XL", "gpt2", measuring.GPT2_XL, "H100", 60.0),
-    _Case("Llama-3 8B in bf16", "llama", _LLAMA_3_8B, "H200", 60.0),
+    _Case("Llama-3 8B in bf16", "llama", measuring.LLAMA_3_8B, "H200", 60.0),
 )
 HEADERS = (
     *("model", "card", "imports", "seconds", "of rounds", "processor", "asked"),

@@ -113,9 +113,7 @@ def measured(name: str, threads: tuple[int, ...], rounds: int) -> list[dict[str,
     unplanned, plans = planned(name)
     say(f"{name}: compile")
     torch._dynamo.reset()
-    torch.set_num_threads(
-        threads[0]
-    )  # with more, sums are not split alike in each step
+    torch.set_num_threads(threads[0])  # bits are compared with so many
     workload = _built(name)
     variants = [
         _variant(workload, plan) for plan in (None, *(plan for *_, plan in plans))

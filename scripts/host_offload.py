@@ -35,8 +35,6 @@ from ckplan.solving.planner import Planner
 from ckplan.units import format_bytes, format_percent, format_seconds
 
 CARD = "H100"
-LLAMA_3_8B = ("layers=32", "width=4096", "heads=32", "groups=8", "inner=14336")
-SETTINGS = (*LLAMA_3_8B, "vocab=128256", "batch=1", "length=8192", "dtype=bfloat16")
 MOST = {0.10: 0.01, 0.20: 0.07, 0.33: 0.23}  # freed -> overhead
 HEADERS = (
     *("optimizer", "step", "freed", "budget", "recomputation alone", "with moves"),
@@ -79,7 +77,7 @@ def traced(optimizer: str, path: Path) -> Graph:
     """The step as a trace, without a card."""
     measuring.run_ckplan(
         *("profile", measuring.workload_path("llama")),
-        *measuring.with_settings(SETTINGS),
+        *measuring.with_settings(measuring.LLAMA_3_8B),
         *("--device", "cuda", "--gpu", CARD, "--optimizer", optimizer),
         *("-o", str(path), "--json"),
     )

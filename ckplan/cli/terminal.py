@@ -31,7 +31,7 @@ def fewer_collections() -> Iterator[None]:
     try:
         yield
     finally:
-        if not frozen:  # else the next object made would have all young ones looked at
+        if not frozen:  # makes all objects old ones, at which nobody looks now
             gc.freeze()
             gc.unfreeze()
         gc.set_threshold(*before)

@@ -10,7 +10,7 @@ Lagrange dual); the largest counts. Everything that Inductor fuses is free here.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import fx
 
@@ -22,13 +22,18 @@ _PER_SECOND = 10**21  # units of capacities
 _LEAST_PRICE, _HIGHEST_PRICE = 1e-15, 1.0  # seconds per byte
 
 
-@dataclass(frozen=True, slots=True)
-class Cut:
+class Cut(NamedTuple):
     """A division that costs least at some price of bytes."""
 
-    kept: frozenset[str]  # nodes of forward
     kept_bytes: int
     seconds: float  # of ops that run again
+
+
+class _Edge(NamedTuple):
+    """What cutting an edge costs: bytes that have a price, and units of seconds."""
+
+    kept_bytes: int = 0
+    units: int = 0
 
 
 class Cuts:
@@ -50,15 +55,13 @@ class Cuts:
             and node.op in ("call_function", "get_attr")
             and not nodes.is_view(node)
         ]
-        changed = nodes.changed_inputs(graph)
-        self._once = {node for node in self._values if made_once(node, changed)}
         self._returned = {
             nodes.base_of(node).name
             for node in nodes.outputs(joint.forward.graph)[: joint.num_outputs]
         }
         self._network = Network()
         self._needed, self._again = dict[fx.Node, int](), dict[fx.Node, int]()
-        self._edges: list[tuple[str, fx.Node | None]] = []
+        self._edges: list[_Edge | None] = []  # None: it may not be cut
         self._connect(graph, forward)
         self._known: dict[float, Cut] = {}
 
@@ -86,30 +89,37 @@ class Cuts:
     def _at(self, price: float) -> Cut:
         """The cheapest division if a kept byte costs so many seconds."""
         if price not in self._known:
-            capacities = [self._capacity(kind, one, price) for kind, one in self._edges]
+            capacities = [
+                INFINITE
+                if edge is None
+                else round(price * edge.kept_bytes * _PER_SECOND) + edge.units
+                for edge in self._edges
+            ]
             side = self._network.source_side(capacities)
             again = [one for one in self._values if side[self._again[one]]]
-            kept = [
+            kept = (
                 one
                 for one in self._values
                 if side[self._needed[one]] and not side[self._again[one]]
-            ]
+            )
             self._known[price] = Cut(
-                frozenset(one.name for one in kept),
-                sum(map(self._bytes, kept)),
-                sum(map(self._seconds, again)),
+                sum(map(self._bytes, kept)), sum(map(self._seconds, again))
             )
         return self._known[price]
 
     def _connect(self, graph: fx.Graph, forward: set[fx.Node]) -> None:
+        changed = nodes.changed_inputs(graph)
         for node in self._values:
             self._needed[node] = self._network.add_node()
             self._again[node] = self._network.add_node()
         for node in self._values:
-            self._add(self._needed[node], self._again[node], "kept", node)
-            self._add(self._again[node], SINK, "again", node)
+            needed, again = self._needed[node], self._again[node]
+            kept = _Edge(kept_bytes=self._bytes(node))
+            ran = _Edge(units=round(self._seconds(node) * _PER_SECOND))
+            self._add(needed, again, kept if nodes.is_tensor(node) else None)
+            self._add(again, SINK, None if made_once(node, changed) else ran)
             for base in self._bases(node):
-                self._add(self._again[node], self._needed[base])
+                self._add(again, self._needed[base])
         backward = (n for n in nodes.ops_of(graph) if n not in forward)
         wanted = (base for node in backward for base in self._bases(node))
         for base in dict.fromkeys(wanted):
@@ -119,20 +129,9 @@ class Cuts:
         bases = dict.fromkeys(map(nodes.base_of, node.all_input_nodes))
         return [base for base in bases if base in self._needed]
 
-    def _add(
-        self, tail: int, head: int, kind: str = "", node: fx.Node | None = None
-    ) -> None:
+    def _add(self, tail: int, head: int, edge: _Edge | None = None) -> None:
         self._network.add_edge(tail, head)
-        self._edges.append((kind, node))
-
-    def _capacity(self, kind: str, node: fx.Node | None, price: float) -> int:
-        if node is None or (kind == "kept" and not nodes.is_tensor(node)):
-            return INFINITE
-        if kind == "kept":
-            return round(price * self._bytes(node) * _PER_SECOND)
-        return (
-            INFINITE if node in self._once else round(self._seconds(node) * _PER_SECOND)
-        )
+        self._edges.append(edge)
 
     def _bytes(self, node: fx.Node) -> int:
         """Bytes that a kept value takes; what forward returns is there anyway."""

@@ -32,6 +32,7 @@ def largest_batch(
     *,
     start: int = 1,
     unplanned: int | None = None,
+    likely: int = 0,
     most: int = MOST_ROWS,
     simulator: Callable[[Graph], Simulator] = Simulator,
 ) -> tuple[int, tuple[Region, ...]]:
@@ -44,19 +45,18 @@ def largest_batch(
         graph_at: The step at a number of rows.
         memory_limit: Of a budget, or of a card's allocator.
         plans_at: The plans at a number of rows; without it, none is tried.
-        start: Where the search begins.
-        unplanned: The largest number without a plan, if it is known; then ``start`` is
-            where the search for plans begins.
+        start: Where the search without a plan begins.
+        unplanned: Its result, if it is known.
+        likely: A number that is likely to fit with a plan; tried first.
         most: Largest number to try.
         simulator: Replays a step.
     """
     replays = _Replays(graph_at, memory_limit, most, simulator)
-    regions, tried = tuple[Region, ...](), start
+    regions = tuple[Region, ...]()
     largest = replays.largest_under((), start) if unplanned is None else unplanned
     # The smallest plan of one batch is nearly that of others: replays find the largest
     # batch for it, and a search one row further finds whether another plan is smaller.
-    if unplanned is None or not largest < start <= most:
-        tried = largest + 1
+    tried = likely if largest < likely <= most else largest + 1
     while plans_at is not None and tried <= most:
         found = _smallest_within(plans_at(tried), memory_limit)
         if found is not None:

@@ -15,7 +15,7 @@ from ckplan.solving.solve import Objective, limit_of_objective
 from ckplan.tuning.answer import tokens_per_sample
 from ckplan.tuning.batches import probe_rows
 from ckplan.tuning.known_batches import batches_of
-from ckplan.tuning.searches import Record, Recorder
+from ckplan.tuning.searches import Record, Recorder, recorded_batches
 from ckplan.tuning.settings import Way, with_scaler
 from ckplan.tuning.tune import Tuning
 from ckplan.tuning.tuned import Tuned
@@ -46,7 +46,7 @@ def tune_recorded(
     objective = objective_of(budget, gpu, expandable)
     given, way = way, with_scaler(way)
     tell(f"profiling {way.title} at batch {rows}")
-    many = 2 if accumulate > 1 or total_batch is not None else 1
+    many = recorded_batches(accumulate, total_batch)
     with ExitStack() as stack:
         if isinstance(record, Recorder):
             others = (one for one in probe_rows(rows) if one != rows)

@@ -76,17 +76,17 @@ class WaySearch:
 
     def _largest(self, *, planned: bool) -> tuple[int, tuple[Region, ...]]:
         most = {} if self.total is None else {"most": self._own_total}
-        start, like = self.start, self.like
-        if planned:
-            start = like.__dict__.get("largest_planned", 0) if like is not None else 0
-        elif like is not None:
+        start, likely, like = self.start, 0, self.like
+        if like is not None:
             start = max(like.largest_unplanned, 1)
+            likely = like.__dict__.get("largest_planned", 0)
         return largest_batch(
             self.graph_at,
             self.limit,
             self.plans_at if planned else None,
             start=start,
             unplanned=self.largest_unplanned if planned else None,
+            likely=likely,
             simulator=self.simulator,
             **most,
         )

@@ -127,7 +127,7 @@ class Searches:
     @property
     def recorded_batches(self) -> int:
         """Micro-batches of the steps that are recorded."""
-        return 1 if self.accumulate == 1 and self.total is None else 2
+        return recorded_batches(self.accumulate, self.total)
 
     def begin(self, steps: Iterable[Asked]) -> bool:
         """Have steps recorded beside the search; whether any is, now."""
@@ -189,6 +189,11 @@ class Searches:
                 raise
             self.refused[way] = error.what
             return None
+
+
+def recorded_batches(accumulate: int, total: int | None) -> int:
+    """Micro-batches of the steps that are recorded: all but the first are alike."""
+    return 1 if accumulate == 1 and total is None else 2
 
 
 def _of_all(way: Way) -> Way:

@@ -131,7 +131,7 @@ class Tuning:
             row_of(self.searches, lever, alone[lever], best, on_top)
             for lever in self.levers
         ]
-        if self._shows_accumulation:
+        if self.searches.recorded_batches == 1:
             with suppress(CkplanError):  # traces hold no other number of them
                 rows.insert(1, row_of_accumulation(self.searches))
         if self._limit.of_reserved and not self._limit.expandable:
@@ -152,11 +152,6 @@ class Tuning:
             notes=tuple(dict.fromkeys(self._notes)),
             batch_dims=dims,
         )
-
-    @property
-    def _shows_accumulation(self) -> bool:
-        """Whether accumulating is a row of the table."""
-        return self._total is None and self.searches.accumulate == 1
 
     def _without_own_kernel(self) -> tuple[Lever, ...]:
         """The levers less the kernel that the step has already, but with its groups.
@@ -215,7 +210,7 @@ class Tuning:
         of their own. So they are recorded wherever one was not like its drawn step.
         """
         way, on_top = self._climb()
-        if self._shows_accumulation:
+        if self.searches.recorded_batches == 1:
             self.searches.begin([(self._way, probe_rows(self._rows)[0], 2)])
         best = self._checked(way)
         if best is None or not self._unlike:
