@@ -67,7 +67,7 @@ def form_of(
 def encoded_bytes(form: str, num_elements: int) -> int:
     """Bytes of the encoded form."""
     if form == BITS:
-        return _num_words(num_elements) * _WORD_BYTES
+        return num_words(num_elements) * _WORD_BYTES
     return num_elements * _ITEM_BYTES[form]
 
 
@@ -89,7 +89,7 @@ def encode(form: str, tensor: torch.Tensor) -> Encoded | None:
     if tensor.storage_offset() or not is_dense(size, stride):
         return None
     flat = tensor.detach().as_strided((tensor.numel(),), (1,))
-    data = _pack(flat) if form == BITS else flat.to(_INTEGERS[form])
+    data = pack_rows(flat[None])[0] if form == BITS else flat.to(_INTEGERS[form])
     return Encoded(form, data, size, stride, tensor.dtype)
 
 
@@ -98,28 +98,31 @@ def decode(encoded: Encoded) -> torch.Tensor:
     form, data, size, stride, dtype = encoded
     out = torch.empty_strided(size, stride, dtype=dtype, device=data.device)
     flat = out.as_strided((out.numel(),), (1,))
-    flat.copy_(_unpack(data)[: len(flat)] if form == BITS else data)
+    flat.copy_(unpack_rows(data[None], len(flat))[0] if form == BITS else data)
     return out
 
 
-def _num_words(num_elements: int) -> int:
+def num_words(num_elements: int) -> int:
     """Words of one plane, which is the size of the encoded form."""
     return -(-num_elements // (_PLANES * _WORD_BYTES))
 
 
-def _pack(flat: torch.Tensor) -> torch.Tensor:
-    length, size = len(flat), (_PLANES, _num_words(len(flat)))
-    planes = torch.empty(size, dtype=_WORD, device=flat.device)
-    bools = planes.view(torch.bool).view(-1)
-    bools[length:] = False
-    bools[:length].copy_(flat)  # a third of the time that comparing with 0 takes
-    return planes.bitwise_left_shift_(_shifts(flat.device)).sum(0)
+def pack_rows(rows: torch.Tensor) -> torch.Tensor:
+    """Pack zeros and ones, [R, L] in any dtype, to words, int64 [R, W], row by row."""
+    count, length = rows.shape
+    size = count, _PLANES, num_words(length)
+    planes = torch.empty(size, dtype=_WORD, device=rows.device)
+    bools = planes.view(torch.bool).view(count, -1)
+    bools[:, length:] = False
+    bools[:, :length].copy_(rows)  # a third of the time that comparing with 0 takes
+    return planes.bitwise_left_shift_(_shifts(rows.device)).sum(1)
 
 
-def _unpack(words: torch.Tensor) -> torch.Tensor:
-    """Unpack to zeros and ones, with padding at the end."""
-    planes = torch.bitwise_right_shift(words, _shifts(words.device))
-    return planes.bitwise_and_(_LOWEST).view(torch.uint8).view(-1)
+def unpack_rows(words: torch.Tensor, length: int) -> torch.Tensor:
+    """Unpack words, int64 [R, W], to zeros and ones, uint8 [R, ``length``]."""
+    planes = torch.bitwise_right_shift(words.unsqueeze(1), _shifts(words.device))
+    bits = planes.bitwise_and_(_LOWEST).view(torch.uint8)
+    return bits.view(len(words), -1)[:, :length]
 
 
 def _shifts(device: torch.device) -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ckplan.graph.graph import Graph
 
-PRODUCT, SOFTMAX = "bmm", "_softmax"
+PRODUCT, SOFTMAX = "bmm", frozenset({"_softmax", "_safe_softmax"})
 """Ops of an attention: of queries and keys, or with values; and between."""
 
 
@@ -14,6 +14,6 @@ def has_attention(graph: Graph, call: int) -> bool:
     names = [
         op.name
         for op in graph.ops[one.start : one.stop]
-        if op.name == SOFTMAX or (op.name == PRODUCT and op.call == call)
+        if op.name in SOFTMAX or (op.name == PRODUCT and op.call == call)
     ]
-    return SOFTMAX in names and len(names) > 2
+    return not SOFTMAX.isdisjoint(names) and len(names) > 2

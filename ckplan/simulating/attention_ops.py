@@ -11,11 +11,14 @@ from dataclasses import dataclass, field
 
 from ckplan.graph.attentions import PRODUCT, SOFTMAX
 from ckplan.graph.graph import Graph
-from ckplan.simulating.row_ops import RowOps
+from ckplan.graph.records import Op
+from ckplan.simulating.row_ops import Drawn, RowOps
 from ckplan.simulating.row_parts import refuse_rows
 
 _SOFTMAX_BACK = "_softmax_backward_data"
-_OPS = frozenset({SOFTMAX, "mul", "div", "add", "masked_fill", "_to_copy"})
+_OPS = SOFTMAX | {"mul", "div", "add", "masked_fill", "_to_copy"}
+_MASK, _DRAW = "empty_like", "bernoulli_"
+_DROPOUT = frozenset({_MASK, _DRAW, "div_"})  # ops of its mask, on a CPU
 _BACK = frozenset({_SOFTMAX_BACK, "mul", "div", "masked_fill", "_to_copy"})
 
 
@@ -25,9 +28,12 @@ class _Found:
 
     forward: list[int] = field(default_factory=list)
     elementwise: list[int] = field(default_factory=list)
+    unused: list[int] = field(default_factory=list)
     interior: set[int] = field(default_factory=set)
     operands: set[int] = field(default_factory=set)  # storages that passes read
     ends: list[int] = field(default_factory=list)  # ops: the gradients that are made
+    mask: int = -1  # storage of dropout's mask
+    draw: int = -1  # op that draws it
     inner_gradient: int | None = None
     inner: int = -1
     leaf: int = -1
@@ -53,7 +59,8 @@ def find_attention(graph: Graph, call: int) -> RowOps:
     _check_readers(graph, call, found)
     scores = graph.storages[graph.ops[found.forward[0]].outputs[0]]
     assert scores.tensor is not None
-    rows, _, keys = scores.tensor.shape
+    rows, queries, keys = scores.tensor.shape
+    drawn = Drawn(found.draw, found.mask, rows, queries * keys)
     return RowOps(
         tuple(found.forward),
         (found.forward[0],),
@@ -73,6 +80,8 @@ def find_attention(graph: Graph, call: int) -> RowOps:
         0,
         _heads(graph, found, rows),
         frozenset(found.operands),
+        drawn if found.draw >= 0 else None,
+        tuple(found.unused),
     )
 
 
@@ -95,30 +104,77 @@ def _follow_forward(graph: Graph, call: int, found: _Found) -> None:
     tensor = graph.storages[scores].tensor
     if tensor is None or len(tensor.shape) != 3:
         raise refuse_rows(graph, call, "the shape of its scores is not known")
-    current, names = scores, []
+    found.interior.add(scores)
     found.operands.update(graph.ops[first].reads)
-    for number in range(first + 1, last):
-        op = graph.ops[number]
-        if current not in op.reads:
-            if not found.interior.isdisjoint(op.reads):
-                raise refuse_rows(graph, call, f"{op.name} reads scores")
-            continue  # makes a mask
-        if op.name not in _OPS or op.writes or op.random or len(op.outputs) != 1:
-            raise refuse_rows(graph, call, f"its scores go through {op.name}")
-        names.append(op.name)
-        found.forward.append(number)
-        found.interior.add(current)
-        found.operands.update({*op.reads} - {current})
-        (current,) = op.outputs
-    if current not in graph.ops[last].reads or SOFTMAX not in names:
+    current, names = _follow_scores(graph, call, range(first + 1, last), scores, found)
+    if current not in graph.ops[last].reads or SOFTMAX.isdisjoint(names):
         raise refuse_rows(graph, call, "it is no product, softmax, and a product")
-    found.interior |= {scores, current}
     found.operands.update({*graph.ops[last].reads} - {current})
     found.forward = [first, *found.forward, last]
     if not found.interior.isdisjoint(found.operands):
         raise refuse_rows(graph, call, "its scores meet themselves")
     if any(graph.storages[s].kind == "parameter" for s in found.operands):
         raise refuse_rows(graph, call, "its scores meet a parameter")
+
+
+def _follow_scores(
+    graph: Graph, call: int, numbers: range, current: int, found: _Found
+) -> tuple[int, set[str]]:
+    """Follow ops on scores; returns what they make in the end, and their names."""
+    names: set[str] = set()
+    for number in numbers:
+        op = graph.ops[number]
+        if _is_of_mask(op, current, found):
+            _note_mask(op, number, found)
+        elif _is_unused_cast(graph, op, current):
+            found.unused.append(number)
+            found.interior.update(op.outputs)
+        elif current in op.reads:
+            current = _follow_op(graph, call, number, current, found)
+            names.add(op.name)
+        elif not found.interior.isdisjoint(op.reads):
+            raise refuse_rows(graph, call, f"{op.name} reads scores")
+    return current, names
+
+
+def _follow_op(
+    graph: Graph, call: int, number: int, current: int, found: _Found
+) -> int:
+    """Follow an op on scores; returns what it makes of them."""
+    op = graph.ops[number]
+    if op.name not in _OPS or op.writes or op.random or len(op.outputs) != 1:
+        raise refuse_rows(graph, call, f"its scores go through {op.name}")
+    found.forward.append(number)
+    found.operands.update({*op.reads} - {current, found.mask})
+    (made,) = op.outputs
+    found.interior.add(made)
+    return made
+
+
+def _is_of_mask(op: Op, current: int, found: _Found) -> bool:
+    """Whether an op makes the mask of dropout on scores, which is drawn once."""
+    if op.name not in _DROPOUT:
+        return False
+    if op.name == _MASK:
+        return found.mask < 0 and op.reads == (current,)
+    return op.reads == op.writes == (found.mask,)
+
+
+def _is_unused_cast(graph: Graph, op: Op, current: int) -> bool:
+    """Whether an op casts scores for nobody, as torch's own attention does."""
+    if op.name != "_to_copy" or op.reads != (current,):
+        return False
+    made = {*op.outputs}
+    return all(made.isdisjoint(one.reads) for one in graph.ops)
+
+
+def _note_mask(op: Op, number: int, found: _Found) -> None:
+    found.forward.append(number)
+    if op.name == _MASK:
+        (found.mask,) = op.outputs
+        found.interior.add(found.mask)
+    elif op.name == _DRAW:
+        found.draw = number
 
 
 def _follow_back(graph: Graph, call: int, number: int, found: _Found) -> None:
@@ -154,7 +210,8 @@ def _follow_back(graph: Graph, call: int, number: int, found: _Found) -> None:
 def _check_readers(graph: Graph, call: int, found: _Found) -> None:
     """Check that others read nothing inside, and that operands are there in time."""
     assert found.inner_gradient is not None
-    known = {*found.forward, *found.elementwise, *found.ends, found.inner_gradient}
+    known = {*found.forward, *found.unused, *found.elementwise, *found.ends}
+    known.add(found.inner_gradient)
     for number, op in enumerate(graph.ops):
         if number not in known and not found.interior.isdisjoint(op.reads):
             raise refuse_rows(graph, call, f"{op.name} reads its scores")
@@ -179,6 +236,8 @@ def held_by_scores(graph: Graph, found: RowOps) -> tuple[set[int], int]:
         maker = graph.storages[storage].maker
         is_copy = maker >= 0 and graph.ops[maker].name == "clone"
         held.update(graph.ops[maker].reads if is_copy else (storage,))
+    if found.drawn is not None:
+        held.add(found.drawn.storage)
     return held, until
 
 

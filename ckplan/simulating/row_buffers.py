@@ -2,7 +2,7 @@
 
 A tile runs the ops of the call in the order of the trace, so what is alive in it is
 known: see ``applying/tiling/row_passes.py``, and change both together. Scratch memory
-of products is in proportion to what they read and make.
+of products is in proportion to what they read and make; that of heads is of one head.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from ckplan.graph.attentions import SOFTMAX
 from ckplan.graph.graph import Graph
 from ckplan.plan.tiles import RowTiles
 from ckplan.simulating.row_ops import RowOps
@@ -50,7 +51,12 @@ class _Tile:
 
     def _scratch_of(self, number: int) -> int:
         op = self.graph.ops[number]
-        if op.name not in (*PRODUCTS, "bmm") or not op.workspace.bytes:
+        drawn = self.found.drawn
+        if drawn is not None and number == drawn.op:
+            return drawn.unpacked_bytes(self.cut)
+        if op.name in SOFTMAX:  # the safe one compares all scores
+            return self.part(op.workspace.bytes)
+        if op.name not in PRODUCTS or not op.workspace.bytes:
             return op.workspace.bytes
         sizes = {s: self.graph.storages[s].bytes for s in (*op.reads, *op.outputs)}
         here = sum(n if s in self.whole else self.part(n) for s, n in sizes.items())
@@ -96,10 +102,14 @@ class _Tile:
 
     def tracked(self) -> Iterator[int]:
         """Bytes at every op that autograd follows, and on the way back."""
-        numbers = kept_by_kernels(self.graph, self.found.forward)
-        kept = sum(self.graph.storages[one].bytes for one in numbers)
-        until = _until(self.graph, self.found)
+        until, kept = _until(self.graph, self.found), self.kept
         yield from (kept + one for one in self.moments(_steps(self.found), until))
+
+    @property
+    def kept(self) -> int:
+        """Bytes that kernels keep beyond their outputs."""
+        numbers = kept_by_kernels(self.graph, self.found.forward)
+        return sum(self.graph.storages[one].bytes for one in numbers)
 
 
 def forward_bytes(graph: Graph, found: RowOps, tiles: RowTiles) -> int:
@@ -122,7 +132,20 @@ def rows_bytes(graph: Graph, found: RowOps, tiles: RowTiles) -> int:
         n * tile.hidden + (n < number or bool(found.spatial)) * more + scratch
         for n in range(1, number + 1)
     ]
+    if found.heads is not None:  # the gradient of values is made first
+        ends.append(_held_by_scores(tile) + scratch)
     return max([*tile.tracked(), *ends])
+
+
+def _held_by_scores(tile: _Tile) -> int:
+    """Bytes of a tile when its probabilities are made, as autograd follows."""
+    graph, found = tile.graph, tile.found
+    until, end = _until(graph, found), len(found.forward) - 2
+    made = {s for n in found.forward[:-1] for s in graph.ops[n].outputs}
+    made &= found.interior
+    last = {*graph.ops[found.product].reads}
+    kept = (s for s in made if until[s] > end or s in last)
+    return tile.kept + sum(tile.part(graph.storages[s].bytes) for s in kept)
 
 
 def columns_bytes(graph: Graph, found: RowOps, tiles: RowTiles) -> int:

@@ -4,9 +4,39 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ckplan.graph.graph import Graph
 from ckplan.plan.tiles import RowTiles
+
+_WORD = 64  # bits
+
+
+class Drawn(NamedTuple):
+    """The mask of dropout on scores, which tiles keep as bits of whole heads."""
+
+    op: int  # that draws its numbers
+    storage: int
+    heads: int  # of all samples
+    size: int  # scores of a head
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the bits."""
+        return self.heads * self._words * _WORD // 8
+
+    def unpacked_bytes(self, heads: int) -> int:
+        """Bytes of the truth values of some heads, with padding."""
+        return heads * self._words * _WORD
+
+    def drawing_bytes(self, heads: int) -> int:
+        """Most bytes while those of some heads are drawn and packed."""
+        packed = heads * self._words * _WORD // 8
+        return heads * self.size + self.unpacked_bytes(heads) + packed
+
+    @property
+    def _words(self) -> int:
+        return -(-self.size // _WORD)
 
 
 @dataclass(frozen=True)
@@ -32,6 +62,8 @@ class RowOps:
     # Of an attention: samples and heads, which are rows, and the storages it reads.
     heads: tuple[int, int] | None = None
     operands: frozenset[int] = frozenset()
+    drawn: Drawn | None = None  # what its dropout draws
+    unused: tuple[int, ...] = ()  # ops: casts of scores that nobody reads
 
     @property
     def product(self) -> int:

@@ -7,16 +7,17 @@ first two of backward, for the gradient of the input and for those of weights.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import chain
 
 from ckplan.graph.graph import Graph
-from ckplan.graph.records import Hazard, Op, Saved, Storage
+from ckplan.graph.records import Encoding, Hazard, Op, Saved, Storage, Workspace
 from ckplan.plan.tiles import RowTiles
 from ckplan.simulating.attention_ops import held_by_scores
 from ckplan.simulating.row_buffers import columns_bytes, forward_bytes, rows_bytes
 from ckplan.simulating.row_ops import (
+    Drawn,
     RowOps,
     gradients_of_parameters,
     row_gradients,
@@ -84,6 +85,9 @@ def _replace_call(
     end = max(one for one in (for_rows, for_columns) if one is not None)
     for number in (*found.interior, *kept_by_kernels(graph, found.forward)):
         storages[number] = replace(storages[number], bytes=0, tensor=None)
+    if found.drawn is not None:
+        mask = found.drawn.storage
+        storages[mask] = replace(storages[mask], bytes=found.drawn.bytes)
     for gradient in row_gradients(graph, found):
         assert for_rows is not None
         _move(ops, storages, gradient, for_rows)
@@ -107,7 +111,9 @@ def _keep_operands(
         for storage in held:
             last = max(storages[storage].last, until)
             storages[storage] = replace(storages[storage], last=last)
-    read = found.operands or {found.hidden}
+    read = set(found.operands or {found.hidden})
+    if found.drawn is not None:
+        read.add(found.drawn.storage)
     for storage in (*read, found.given):
         last = max(storages[storage].last, end)
         storages[storage] = replace(storages[storage], last=last)
@@ -156,19 +162,43 @@ def _set_passes(
         columns = len(tiles.of_columns(found.width))
         runs[for_columns] = ((*again, *found.weight_gradients), columns)
         spaces[for_columns] = columns_bytes(graph, found, tiles)
-    numbers = sorted({*found.forward, *found.backward})
+    numbers = sorted({*found.forward, *found.backward, *found.unused})
     mine = [ops[number] for number in numbers]
     costs = {number: graph.ops[number] for number in numbers}
     costs |= {number: _half(graph.ops[number]) for number in found.halved}
+    if found.drawn is not None:
+        costs[found.drawn.op] = _unpacked(graph, found.drawn)
     spent = costed(costs, zip(numbers, mine, strict=True), runs, spaces, {*numbers})
     for number, op in zip(numbers, spent, strict=True):
         ops[number] = op
+    if found.drawn is not None:
+        ops[found.drawn.op] = _packed(graph, found, tiles)
     last = ops[found.product]
     if graph.is_launched:
         more = last.launch_seconds + _NOTING_SECONDS
         ops[found.product] = replace(last, launch_seconds=more)
     else:
         ops[found.product] = replace(last, seconds=last.seconds + _NOTING_SECONDS)
+
+
+def _packed(graph: Graph, found: RowOps, tiles: RowTiles) -> Op:
+    """The op that draws the mask of dropout, with what packs it to bits."""
+    assert found.drawn is not None
+    op = graph.ops[found.drawn.op]
+    most = max(one.stop - one.start for one in found.cut_rows(tiles))
+    space = found.drawn.drawing_bytes(most)
+    more = sum(one.encode_seconds for one in _encodings(graph, found.drawn))
+    return replace(op, workspace=Workspace((), (space,)), seconds=op.seconds + more)
+
+
+def _unpacked(graph: Graph, drawn: Drawn) -> Op:
+    """What makes the mask of dropout again, in place of drawing it."""
+    seconds = sum(one.decode_seconds for one in _encodings(graph, drawn))
+    return replace(graph.ops[drawn.op], flops=0, seconds=seconds)
+
+
+def _encodings(graph: Graph, drawn: Drawn) -> Iterator[Encoding]:
+    return (one for one in graph.encodings if one.op == drawn.op)
 
 
 def _half(op: Op) -> Op:

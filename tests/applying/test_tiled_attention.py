@@ -34,6 +34,8 @@ MIXES: dict[str, Mix] = {
     "causal": causal,
     "in float32": in_float32,
     "idle dropout": idle_dropout,
+    "dropout": lambda s: F.dropout(causal(s), 0.3),
+    "all but dropped": lambda s: F.dropout(s, 0.99).softmax(-1),
 }
 
 
@@ -179,7 +181,10 @@ class Learned(Attention):
 
 
 WHOLE: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "dropout": (lambda: model_of(lambda s: F.dropout(s.softmax(-1), 0.5)), "dropout"),
+    "dropout in place": (
+        lambda: model_of(lambda s: F.dropout(s * 2, 0.5, inplace=True).softmax(-1)),
+        "dropout",
+    ),
     "other softmax": (lambda: model_of(lambda s: s.softmax(-2)), "softmax"),
     "over heads": (lambda: model_of(lambda s: s.softmax(1)), "softmax"),
     "no softmax": (lambda: model_of(lambda s: s * 2), "matmul"),
@@ -222,17 +227,23 @@ def test_ops_that_were_followed_see_scores_before_they_change() -> None:
         assert all(map(torch.equal, plain, results(model)))
 
 
-def test_autocast_and_no_gradients_leave_it_whole() -> None:
+@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_casts_as_it_does_without_tiles(mix: str, dtype: torch.dtype) -> None:
+    model = model_of(MIXES[mix])
+    with torch.autocast("cpu", dtype):
+        plain = results(model)
+        with ckplan.tile_rows(model, "") as handle:
+            tiled = results(model)
+    assert (handle.tiled, handle.whole) == (1, 0)
+    assert all(map(torch.equal, plain, tiled))
+
+
+def test_without_gradients_it_is_whole() -> None:
     model = model_of(scaled)
-    with ckplan.tile_rows(model, "") as handle:
-        with (
-            pytest.warns(UserWarning, match="autocast is on"),
-            torch.autocast("cpu", torch.bfloat16),
-        ):
-            results(model)
-        with torch.no_grad():
-            model(torch.randn(2, LENGTH, WIDTH))
-    assert (handle.tiled, handle.whole) == (0, 1)
+    with ckplan.tile_rows(model, "") as handle, torch.no_grad():
+        model(torch.randn(2, LENGTH, WIDTH))
+    assert (handle.tiled, handle.whole) == (0, 0)
 
 
 class Returns(Attention):
@@ -323,7 +334,7 @@ def test_scores_below_torch_functions_are_an_error() -> None:
             kept.square()
 
 
-def test_autocast_inside_a_call_leaves_it_whole() -> None:
+def test_autocast_inside_a_call_is_as_without_tiles() -> None:
     def halves(scores: Tensor) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):
             return (scores @ scores.new_ones(LENGTH, LENGTH)).float().softmax(-1)
@@ -332,16 +343,21 @@ def test_autocast_inside_a_call_leaves_it_whole() -> None:
         with torch.autocast("cpu", torch.bfloat16):
             return scores.softmax(-1)
 
-    for mix in (halves, cast):
-        model = model_of(mix)
-        plain = results(model)
-        with (
-            ckplan.tile_rows(model, "") as handle,
-            pytest.warns(UserWarning, match="are read by"),
-        ):
-            tiled = results(model)
-        assert (handle.tiled, handle.whole) == (0, 1)
-        assert all(map(torch.equal, plain, tiled))
+    model = model_of(halves)
+    plain = results(model)
+    with (
+        ckplan.tile_rows(model, "") as handle,
+        pytest.warns(UserWarning, match="are read by"),
+    ):
+        tiled = results(model)
+    assert (handle.tiled, handle.whole) == (0, 1)
+    assert all(map(torch.equal, plain, tiled))
+    model = model_of(cast)
+    plain = results(model)
+    with ckplan.tile_rows(model, "") as handle:
+        tiled = results(model)
+    assert (handle.tiled, handle.whole) == (1, 0)
+    assert all(map(torch.equal, plain, tiled))
 
 
 def test_scores_that_go_to_another_device_or_fail_run_as_they_do_without_tiles() -> (

@@ -63,6 +63,65 @@ class Model(nn.Module):
         return (self.head(rows + made), *kept)
 
 
+class Fused(Attention):
+    """Runs torch's own function, which has no fused kernel with dropout on a CPU."""
+
+    def __init__(self, **options: object) -> None:
+        super().__init__(WIDTH, HEADS)
+        self.options = options
+
+    def forward(self, rows: Tensor, mask: Tensor | None = None) -> Tensor:
+        sizes = *rows.shape[:2], self.heads, rows.shape[-1] // self.heads
+        parts = self.inputs(rows).split(rows.shape[-1], -1)
+        given = (one.view(sizes).transpose(1, 2) for one in parts)
+        made = F.scaled_dot_product_attention(
+            *given,
+            attn_mask=mask,
+            dropout_p=0.2,
+            **self.options,  # type: ignore[arg-type]
+        )
+        output: Tensor = self.output(made.transpose(1, 2).reshape(rows.shape))
+        return output
+
+
+class Masked(Fused):
+    """Some keys count for all queries."""
+
+    def forward(self, rows: Tensor, mask: Tensor | None = None) -> Tensor:
+        return super().forward(rows, torch.arange(LENGTH).remainder(3).bool())
+
+
+class Summed(Attention):
+    """Its products are written as sums over indices."""
+
+    layout = "bhqd,bhkd->bhqk", "bhqk,bhkd->bhqd"
+
+    def forward(self, rows: Tensor, mask: Tensor | None = None) -> Tensor:
+        sizes = *rows.shape[:2], self.heads, rows.shape[-1] // self.heads
+        parts = self.inputs(rows).split(rows.shape[-1], -1)
+        first, second, values = (self.laid(one.view(sizes)) for one in parts)
+        weights = torch.einsum(self.layout[0], first, second).softmax(-1)
+        made = self.laid(torch.einsum(self.layout[1], weights, values))
+        output: Tensor = self.output(made.reshape(rows.shape))
+        return output
+
+    def laid(self, one: Tensor) -> Tensor:
+        return one.transpose(1, 2)
+
+
+class SummedInPlace(Summed):
+    """The same, without another layout."""
+
+    layout = "bqhd, bkhd -> bhqk", "bhqk, bkhd -> bqhd"
+
+    def laid(self, one: Tensor) -> Tensor:
+        return one
+
+
+def dropped(scores: Tensor) -> Tensor:
+    return F.dropout(causal(scores), 0.1)
+
+
 def rotated(width: int, heads: int) -> Attention:
     """Queries are scaled before, and there is no op but the softmax."""
     return Attention(width, heads, lambda scores: scores.softmax(-1))
@@ -75,6 +134,13 @@ KINDS: dict[str, Callable[[], nn.Module]] = {
     "softmax": lambda: rotated(WIDTH, HEADS),
     "returned": lambda: Plain(WIDTH, HEADS),
     "few heads": lambda: Attention(WIDTH, 2, scaled),
+    "dropout": lambda: Attention(WIDTH, HEADS, dropped),
+    "dropout of few heads": lambda: Attention(WIDTH, 2, dropped),
+    "fused": Fused,
+    "fused, causal": lambda: Fused(is_causal=True, scale=0.2),
+    "fused, masked": Masked,
+    "sums": lambda: Summed(WIDTH, HEADS),
+    "sums in place": lambda: SummedInPlace(WIDTH, HEADS),
 }
 
 
@@ -137,7 +203,42 @@ def test_the_peak_is_predicted_and_gradients_are_the_same(
     assert len(gradients) == len(expected) > 0
     assert all(map(torch.equal, gradients, expected))
     predicted = simulate(graph, resolve(plan, graph)).peak_bytes
-    assert 0 <= predicted - peak <= NUMBERS
+    # Tiles copy less to the scratch memory of 16-bit products than it is taken to be.
+    scratch = max(op.workspace.bytes for op in graph.ops if op.name == "bmm")
+    assert 0 <= predicted - peak <= NUMBERS + scratch
+
+
+@pytest.mark.parametrize("kind", ["scaled", "in float32", "dropout", "fused, causal"])
+def test_an_attention_under_autocast_runs_in_tiles(kind: str) -> None:
+    def run(model: nn.Module, rows: Tensor) -> None:
+        with torch.autocast("cpu", torch.bfloat16):
+            output = model(rows)
+            loss = loss_of(output)
+        loss.backward()
+
+    graph = ckplan.profile(
+        *(model_of(kind), (batch(3),)),
+        loss_fn=loss_of,
+        optimizer="none",
+        amp="bf16",
+        replay=False,
+    )
+    plan, results, peaks = plan_of(8), [], []
+    for one in (None, plan):
+        model, rows = model_of(kind), batch(3)
+        if one is not None:
+            ckplan.apply(model, one)
+        run(model, rows)
+        model.zero_grad()
+        held = [*model.parameters(), rows]
+        peaks.append(peak_bytes_of(lambda m=model, r=rows: run(m, r), held))  # type: ignore[misc]
+        results.append([p.grad for p in model.parameters()])
+    (region,) = ckplan.status(model).regions
+    assert (region.runs, region.kept) == (2, 0)
+    assert all(map(torch.equal, *results))
+    predicted = simulate(graph, resolve(plan, graph)).peak_bytes
+    assert predicted == pytest.approx(peaks[1], rel=0.01)
+    assert peaks[1] < 0.7 * peaks[0]
 
 
 def test_solve_chooses_tiles_that_lower_the_floor() -> None:
@@ -260,9 +361,9 @@ def with_mix(mix: Mix) -> Callable[[], nn.Module]:
 
 
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "dropout": (
-        with_mix(lambda s: F.dropout(s.softmax(-1), 0.5)),
-        "its scores go through native_dropout|bernoulli_ reads|go through",
+    "dropout twice": (
+        with_mix(lambda s: F.dropout(F.dropout(s.softmax(-1), 0.5), 0.5)),
+        "its scores go through empty_like",
     ),
     "relu": (with_mix(lambda s: s.relu().softmax(-1)), "its scores go through relu"),
     "in place": (
@@ -366,16 +467,14 @@ def test_an_attention_without_parameters_runs_in_tiles() -> None:
     assert all(map(torch.equal, *results))
 
 
-class Summed(Attention):
-    """Its products are written as sums over indices, which are not followed."""
+class Direct(Attention):
+    """Calls an operator of torch by its own name, which is not followed."""
 
     def forward(self, rows: Tensor, mask: Tensor | None = None) -> Tensor:
-        sizes = *rows.shape[:2], self.heads, rows.shape[-1] // self.heads
         parts = self.inputs(rows).split(rows.shape[-1], -1)
-        first, second, values = (one.view(sizes).transpose(1, 2) for one in parts)
-        weights = torch.einsum("bhqd,bhkd->bhqk", first, second).softmax(-1)
-        made = torch.einsum("bhqk,bhkd->bhqd", weights, values)
-        output: Tensor = self.output(made.transpose(1, 2).reshape(rows.shape))
+        first, second, values = (one.contiguous() for one in parts)
+        scores = torch.ops.aten.bmm.default(first, second.transpose(1, 2))
+        output: Tensor = self.output(torch.bmm(scores.softmax(-1), values))
         return output
 
 
@@ -392,7 +491,7 @@ def test_what_follows_a_forward_leaves_the_model_as_it_was(fails: bool) -> None:
 
 
 def test_an_attention_whose_code_is_not_followed_is_not_chosen() -> None:
-    given = Model(Summed(WIDTH, HEADS)), (batch(2),)
+    given = Model(Direct(WIDTH, HEADS)), (batch(2),)
     graph = ckplan.profile(*given, loss_fn=loss_of, optimizer="none", replay=False)
     assert any("attention#0: it would run whole" in note for note in graph.notes)
     assert find_tileable_rows(graph) == ()

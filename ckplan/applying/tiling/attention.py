@@ -8,6 +8,7 @@ gradients are never whole; backward makes them again from queries and keys.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -33,6 +34,7 @@ class Step(NamedTuple):
     kwargs: dict[str, Any]
     dtype: torch.dtype  # of its result
     versions: tuple[int, ...]  # of its other tensors, when it ran
+    cast: torch.dtype | None = None  # of autocast, if it was on
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -52,8 +54,20 @@ class Step(NamedTuple):
         args = [*map(cut, self.args)]
         args.insert(self.place, scores)
         kwargs = {name: cut(one) for name, one in self.kwargs.items()}
-        made: Tensor = self.function(*args, **kwargs)
+        with autocast_of(scores.device, self.cast):
+            made: Tensor = self.function(*args, **kwargs)
         return made
+
+
+def autocast_of(
+    device: torch.device, dtype: torch.dtype | None
+) -> AbstractContextManager[object]:
+    """A scope with autocast to a dtype; with none, if it is None."""
+    if not torch.amp.is_autocast_available(device.type):
+        return nullcontext()
+    return torch.autocast(
+        device.type, dtype, enabled=dtype is not None, cache_enabled=False
+    )
 
 
 def changed(what: str) -> ApplyError:
@@ -162,8 +176,8 @@ class _ByHeads(torch.autograd.Function):
         ctx.tiles = tiles
         made = values.new_empty(len(first), first.shape[1], values.shape[2])
         for part in tiles.of_heads(*program.heads):
-            found = program.probabilities(torch.bmm(first[part], second[part]), part)
-            torch.bmm(found, values[part], out=made[part])
+            found = program.probabilities(_product(first, second, part), part)
+            _write(made, part, found, values[part])
             del found
         return made
 
@@ -178,7 +192,7 @@ class _ByHeads(torch.autograd.Function):
             for one, is_wanted in zip(sizes, ctx.needs_input_grad, strict=False)
         ]
         for part in ctx.tiles.of_heads(*program.heads):
-            scores = torch.bmm(first[part], second[part]).requires_grad_()
+            scores = _product(first, second, part).requires_grad_()
             with torch.enable_grad():
                 found = program.probabilities(scores, part)
             _write(outs[2], part, found.detach().transpose(1, 2), given[part])
@@ -191,6 +205,11 @@ class _ByHeads(torch.autograd.Function):
             _write(outs[0], part, gradient, second[part].transpose(1, 2))
             del gradient
         return *outs, None, None
+
+
+def _product(first: Tensor, second: Tensor, part: slice) -> Tensor:
+    with autocast_of(first.device, None):  # operands are cast already
+        return torch.bmm(first[part], second[part])
 
 
 def _write(out: Tensor | None, part: slice, first: Tensor, second: Tensor) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -90,7 +90,7 @@ class TiledRows(Tiled):
         follow = FollowScores(
             self.tiles, lambda name: self._tell(f"its scores were read by {name}")
         )
-        with nullcontext() if _has_autocast(args, kwargs) else follow:
+        with follow:
             made = forward(*args, **kwargs)
         self._is_attention = follow.tiled > 0
         self.tiled += follow.tiled
@@ -132,12 +132,6 @@ def _noted(
         return program_of(
             lambda one: forward(**{name: one}) if name else forward(one), given[0]
         )
-
-
-def _has_autocast(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether ops on the tensors of a call are cast."""
-    given = (one for one in (*args, *kwargs.values()) if isinstance(one, Tensor))
-    return any(torch.is_autocast_enabled(one.device.type) for one in given)
 
 
 def _check_input(given: tuple[Any, ...]) -> None:
@@ -209,9 +203,9 @@ def tile_rows(
     elementwise ops to the products, and multiplies the result by one more; or all are
     1x1 convolutions. In an attention that is written out, from queries and keys to a
     product with values, scores are never whole: tiles of rows are tiles of heads. What
-    a call computes is looked at every time. A call that computes anything else, runs
-    under autocast or without gradients, or that modes or hooks inside would see, runs
-    as it is; where gradients are on, a warning says why.
+    a call computes is looked at every time. A call that computes anything else, an MLP
+    under autocast, or a call without gradients, or that modes or hooks inside would
+    see, runs as it is; where gradients are on, a warning says why.
 
     Args:
         model: The model; its names, ``state_dict`` and results stay as they are.
