@@ -262,7 +262,6 @@ def test_tiles_cost_the_products_that_run_again() -> None:
     assert timeline.recompute_seconds > 0
 
 
-EAGER = {"attn_implementation": "eager"}
 FAMILIES: dict[str, tuple[str, dict[str, object]]] = {  # name of attentions, options
     "GPT2LMHeadModel": ("attn", {}),
     "LlamaForCausalLM": ("self_attn", {"num_key_value_heads": 2, "head_dim": 8}),
@@ -273,11 +272,13 @@ FAMILIES: dict[str, tuple[str, dict[str, object]]] = {  # name of attentions, op
 }
 
 
-def family(name: str) -> tuple[Callable[[], nn.Module], dict[str, Tensor]]:
+def family(
+    name: str, written: str, dropout: float
+) -> tuple[Callable[[], nn.Module], dict[str, Tensor]]:
     """A small model of transformers, unmodified, and its batch."""
     transformers = pytest.importorskip("transformers")
     kind = getattr(transformers, name)
-    config = kind.config_class(**EAGER, **FAMILIES[name][1])
+    config = kind.config_class(attn_implementation=written, **FAMILIES[name][1])
     sizes = {
         **dict.fromkeys(("num_hidden_layers", "n_layer"), 2),
         **dict.fromkeys(("hidden_size", "n_embd", "intermediate_size"), WIDTH),
@@ -288,7 +289,7 @@ def family(name: str) -> tuple[Callable[[], nn.Module], dict[str, Tensor]]:
         if key in sizes:
             setattr(config, key, sizes[key])
         if "drop" in key:
-            setattr(config, key, 0.0)
+            setattr(config, key, dropout)
 
     def build() -> nn.Module:
         torch.manual_seed(0)
@@ -302,9 +303,18 @@ def family(name: str) -> tuple[Callable[[], nn.Module], dict[str, Tensor]]:
     return build, {"input_ids": ids, "labels": ids}
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_unmodified_models_of_transformers_run_in_tiles(name: str) -> None:
-    build, given = family(name)
+@pytest.mark.parametrize(
+    ("name", "written", "dropout"),
+    [
+        *((name, "eager", 0.1) for name in FAMILIES),
+        ("GPTNeoXForCausalLM", "eager", 0.0),
+        *((name, "sdpa", 0.1) for name in list(FAMILIES)[:3]),
+    ],
+)
+def test_unmodified_models_of_transformers_run_in_tiles(
+    name: str, written: str, dropout: float
+) -> None:
+    build, given = family(name, written, dropout)
     graph = ckplan.profile(build(), given, optimizer="none", replay=False)
     plan = ckplan.solve(graph, goal="min-memory", allow=["tiles"])
     assert any(one.endswith(FAMILIES[name][0]) for one in plan.calls_in_tiles)
@@ -315,6 +325,7 @@ def test_unmodified_models_of_transformers_run_in_tiles(name: str) -> None:
             ckplan.apply(model, one)
 
         def run(model: nn.Module = model) -> None:
+            torch.manual_seed(0)
             output = model(**given)
             output.loss.backward()
 

@@ -93,10 +93,10 @@ def scaled_of(
     Returns:
         None if a fused kernel runs it, or it is not followed.
     """
-    if enable_gqa or (scale is not None and scale < 0) or query.is_nested:
+    if (scale is not None and scale < 0) or query.is_nested:
         return None
     given = (query, key, value, attn_mask, dropout_p, is_causal)
-    if torch._fused_sdp_choice(*given, scale=scale) != _MATH:
+    if torch._fused_sdp_choice(*given, scale=scale, enable_gqa=enable_gqa) != _MATH:
         return None
     dtype = query.dtype
     if attn_mask is not None and attn_mask.dtype == torch.bool:
@@ -112,6 +112,11 @@ def scaled_of(
     if scale is None:
         scale = 1 / math.sqrt(query.shape[-1])
     factor = math.sqrt(scale)
+    if enable_gqa:
+        key, value = (
+            one.repeat_interleave(query.shape[-3] // one.shape[-3], -3)
+            for one in (key, value)
+        )
     scaled = query * factor, key.transpose(-2, -1) * factor
     return Scaled(*scaled, value, attn_mask, dropout_p, dtype, (query, key))
 
