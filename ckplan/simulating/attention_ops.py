@@ -81,7 +81,7 @@ def find_attention(graph: Graph, call: int) -> RowOps:
         _heads(graph, found, rows),
         frozenset(found.operands),
         drawn if found.draw >= 0 else None,
-        tuple(found.unused),
+        unused=tuple(found.unused),
     )
 
 

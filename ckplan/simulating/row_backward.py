@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from ckplan.graph.graph import Graph
 from ckplan.graph.records import Op
 from ckplan.plan.tiles import ELEMENTWISE
-from ckplan.simulating.row_parts import CONVOLUTION_BACKWARD, refuse_rows
+from ckplan.simulating.row_parts import CONVOLUTION_BACKWARD, is_weight, refuse_rows
 
 _IN_BACKWARD = ELEMENTWISE | {"exp", "threshold_backward"}
 _IN_BACKWARD |= {f"{name}_backward" for name in ELEMENTWISE}
@@ -38,6 +38,8 @@ def follow_back(graph: Graph, call: int, number: int, way: Way) -> None:
     if op.name == CONVOLUTION_BACKWARD:
         _convolution_back(graph, call, number, way)
         return
+    if op.name == "_to_copy" and way.interior.isdisjoint(op.reads):
+        return  # casts the gradient of a weight, or the input's
     if op.name == "add" and way.parts.issuperset(op.reads):
         way.hidden_gradients.append(number)
         way.parts.update(op.outputs)
@@ -129,8 +131,7 @@ def _convolution_back(graph: Graph, call: int, number: int, way: Way) -> None:
 def _is_of_input(graph: Graph, op: Op, storage: int) -> bool:
     """Whether an output of a convolution's backward is the gradient of its input."""
     made = graph.storages[storage].tensor
-    kept = [graph.storages[s] for s in op.reads]
-    weights = [one.tensor for one in kept if one.kind == "parameter"]
+    weights = [graph.storages[s].tensor for s in op.reads if is_weight(graph, s)]
     return made is not None and len(made.shape) > 2 and made not in weights
 
 

@@ -73,7 +73,7 @@ class _Tile:
         if not bytes_ or op.name not in (CONVOLUTION, CONVOLUTION_BACKWARD):
             return bytes_
         read = {s: self.graph.storages[s] for s in op.reads}
-        sizes = {s: one.bytes for s, one in read.items() if one.kind != "parameter"}
+        sizes = {s: one.bytes for s, one in read.items() if s not in self.found.weights}
         here = [n if s in self.whole else self.part(n) for s, n in sizes.items()]
         rest = bytes_ - sum(sizes.values())
         if op.name == CONVOLUTION or rest < 0:
@@ -170,10 +170,7 @@ def columns_bytes(graph: Graph, found: RowOps, tiles: RowTiles) -> int:
 
 def _of_rows(graph: Graph, found: RowOps, tiles: RowTiles) -> _Tile:
     cut = _longest(found.cut_rows(tiles))
-    whole = frozenset(
-        n for n, one in enumerate(graph.storages) if one.kind == "parameter"
-    )
-    return _Tile(graph, found, cut, found.rows, whole)
+    return _Tile(graph, found, cut, found.rows, found.weights)
 
 
 def _longest(cuts: list[slice]) -> int:

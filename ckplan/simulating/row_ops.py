@@ -63,6 +63,7 @@ class RowOps:
     heads: tuple[int, int] | None = None
     operands: frozenset[int] = frozenset()
     drawn: Drawn | None = None  # what its dropout draws
+    weights: frozenset[int] = frozenset()  # storages: parameters, or casts of them
     unused: tuple[int, ...] = ()  # ops: casts of scores that nobody reads
 
     @property

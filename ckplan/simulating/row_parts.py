@@ -13,16 +13,21 @@ PRODUCTS = {"mm": (1,), "addmm": (2,), CONVOLUTION: (1, 2)}
 """Products -> how many parameters they read."""
 
 
-def parts_of(graph: Graph, call: int) -> tuple[range, tuple[int, ...], range]:
+Numbers = tuple[int, ...]
+
+
+def parts_of(graph: Graph, call: int) -> tuple[Numbers, Numbers, Numbers]:
     """Ops of a call before its first product, from there to its last one, and after.
 
-    Before may be norms, and after dropout: they stay as they are.
+    Before may be norms, and after dropout: they stay as they are, as do the casts of
+    parameters by autocast, which are none of these ops.
 
     Raises:
         PlanError: It is no product, ops, and a product.
     """
     found = graph.calls[call]
-    numbers = range(found.start, found.stop)
+    casts = {*graph.casts.values()}
+    numbers = [n for n in range(found.start, found.stop) if n not in casts]
     matrices = [n for n in numbers if graph.ops[n].name in ("mm", "addmm")]
     products = matrices or [n for n in numbers if is_pointwise(graph, n)]
     first, last = (products or [found.start])[0], (products or [found.stop - 1])[-1]
@@ -41,8 +46,16 @@ def parts_of(graph: Graph, call: int) -> tuple[range, tuple[int, ...], range]:
             raise refuse_rows(graph, call, why + "value at once, tiles draw others")
         if number > last and name not in DROPOUT:
             raise refuse_rows(graph, call, f"it ends in {name}")
-    lead, tail = range(found.start, first), range(last + 1, found.stop)
-    return lead, tuple(range(first, last + 1)), tail
+    return (
+        tuple(n for n in numbers if n < first),
+        tuple(n for n in numbers if first <= n <= last),
+        tuple(n for n in numbers if n > last),
+    )
+
+
+def is_weight(graph: Graph, storage: int) -> bool:
+    """Whether a storage is a parameter, or autocast's copy of one."""
+    return graph.storages[storage].kind == "parameter" or storage in graph.casts
 
 
 def is_pointwise(graph: Graph, number: int) -> bool:

@@ -20,7 +20,9 @@ from ckplan.simulating.row_parts import (
     CONVOLUTION,
     CONVOLUTION_BACKWARD,
     PRODUCTS,
+    Numbers,
     is_pointwise,
+    is_weight,
     parts_of,
     refuse_rows,
 )
@@ -85,10 +87,18 @@ def find_row_wise(graph: Graph, call: int) -> RowOps:
         tuple(spatial),
         known.bytes,
         gradient,
+        weights=frozenset(way.weights),
     )
 
 
-def _around(graph: Graph, call: int, lead: range, way: Way) -> set[int]:
+def _is_own_weight(graph: Graph, call: int, storage: int) -> bool:
+    """Whether it is a parameter, or a copy of one that autocast makes in the call."""
+    maker = graph.casts.get(storage)
+    inside = maker is None or graph.is_within(graph.ops[maker].call, call)
+    return is_weight(graph, storage) and inside
+
+
+def _around(graph: Graph, call: int, lead: Numbers, way: Way) -> set[int]:
     """What ops before the first product read and make, but for what that reads."""
     ops = [graph.ops[number] for number in lead]
     made = {storage for op in ops for storage in op.outputs}
@@ -133,6 +143,9 @@ def _follow(graph: Graph, call: int, number: int, way: Way) -> None:
             raise refuse_rows(graph, call, "it has products after products")
         (way.hidden,) = values
         way.first[number] = op.outputs[0]
+    elif op.name == "_to_copy" and way.interior.isdisjoint(op.reads):
+        why = "autocast casts its input for each of its products"
+        raise refuse_rows(graph, call, why)
     elif (
         op.name not in ELEMENTWISE or op.writes or not way.interior.issuperset(op.reads)
     ):
@@ -153,7 +166,7 @@ def _follow_last(graph: Graph, call: int, number: int, way: Way) -> None:
 def _factors(graph: Graph, call: int, number: int, way: Way) -> set[int]:
     """What a product reads beside parameters, which are noted."""
     op = graph.ops[number]
-    of = [s for s in op.reads if graph.storages[s].kind == "parameter"]
+    of = [s for s in op.reads if _is_own_weight(graph, call, s)]
     values = set(op.reads) - set(of)
     if len(values) != 1 or len(of) not in PRODUCTS[op.name] or op.writes:
         raise refuse_rows(graph, call, f"{op.name} reads others than its parameters")

@@ -107,8 +107,8 @@ def kind_of(graph: Graph, call: int, found: RowOps) -> tuple[Hashable, ...]:
 def family_of(graph: Graph, call: int, found: RowOps) -> Hashable:
     """Equal for MLPs that differ in rows only, such as the experts of a mixture."""
     module, names, _ = kind_of(graph, call, found)
-    read = (graph.storages[s] for s in _read(graph, found))
-    return module, names, tuple(one.tensor for one in read if one.kind == "parameter")
+    weights = (s for s in _read(graph, found) if s in found.weights)
+    return module, names, tuple(graph.storages[s].tensor for s in weights)
 
 
 def _read(graph: Graph, found: RowOps) -> Iterator[int]:

@@ -157,6 +157,57 @@ def test_the_peak_is_predicted_to_the_byte_and_gradients_are_the_same(
     assert 0 <= exact(kind, plan_of(*tiles)) <= NUMBERS.get(kind, 0)
 
 
+CAST_ONCE = [one for one in KINDS if one != "written norm"]
+
+
+@pytest.mark.parametrize("kind", CAST_ONCE)
+def test_tiles_under_autocast_are_predicted(kind: str) -> None:
+    graph = ckplan.profile(
+        model_of(kind),
+        (batch(),),
+        loss_fn=loss_of,
+        optimizer="none",
+        amp="bf16",
+        replay=False,
+    )
+    plan, results, peaks = plan_of(4, 4), [], []
+    for one in (None, plan):
+        model, rows = model_of(kind), batch()
+        if one is not None:
+            ckplan.apply(model, one)
+
+        def run(model: nn.Module = model, rows: Tensor = rows) -> None:
+            torch.manual_seed(1)
+            with torch.autocast("cpu", torch.bfloat16):
+                output = model(rows)
+                loss = loss_of(output)
+            loss.backward()
+
+        run()
+        model.zero_grad()
+        peaks.append(peak_bytes_of(run, [*model.parameters(), rows]))
+        results.append([p.grad for p in model.parameters()])
+    for one, other in zip(*results, strict=True):
+        assert one is other is None or torch.equal(one, other)
+    predicted = simulate(graph, resolve(plan, graph)).peak_bytes
+    assert -0.001 < predicted / peaks[1] - 1 < 0.02
+    (region,) = (r for r in ckplan.status(model).regions if r.by == "tiles")
+    assert (region.runs, region.kept) == (2, 0)
+
+
+def test_an_input_that_autocast_casts_twice_is_refused() -> None:
+    graph = ckplan.profile(
+        *(model_of("written norm"), (batch(),)),
+        loss_fn=loss_of,
+        optimizer="none",
+        amp="bf16",
+        replay=False,
+    )
+    with pytest.raises(PlanError, match="casts its input for each of its products"):
+        simulate(graph, resolve(plan_of(4, 4), graph))
+    assert not any(graph.calls[one.call].fqn == "mlp" for one in graph.tiled)
+
+
 @pytest.mark.parametrize("kind", ["gelu", "gated"])
 def test_tiles_free_the_hidden_values(kind: str) -> None:
     graph = recorded(kind)

@@ -8,7 +8,6 @@ gradients are never whole; backward makes them again from queries and keys.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -17,6 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import get_gradient_edge
 
+from ckplan.applying.tiling.autocast import autocast_of
 from ckplan.errors import ApplyError
 from ckplan.plan.tiles import RowTiles
 
@@ -57,17 +57,6 @@ class Step(NamedTuple):
         with autocast_of(scores.device, self.cast):
             made: Tensor = self.function(*args, **kwargs)
         return made
-
-
-def autocast_of(
-    device: torch.device, dtype: torch.dtype | None
-) -> AbstractContextManager[object]:
-    """A scope with autocast to a dtype; with none, if it is None."""
-    if not torch.amp.is_autocast_available(device.type):
-        return nullcontext()
-    return torch.autocast(
-        device.type, dtype, enabled=dtype is not None, cache_enabled=False
-    )
 
 
 def changed(what: str) -> ApplyError:

@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_map_only
 
 from ckplan.applying.tiling.attention import Step, changed
+from ckplan.applying.tiling.autocast import cast_dtype
 from ckplan.errors import ApplyError
 
 _T = torch.Tensor
@@ -213,10 +214,3 @@ def is_plain(one: Any) -> bool:
 def is_open(one: Any) -> bool:
     """Whether it is lazy, and nobody has read it."""
     return type(one) is LazyScores and not one.source.is_whole
-
-
-def cast_dtype(device: torch.device) -> torch.dtype | None:
-    """What autocast gives to products, if it is on."""
-    if not torch.is_autocast_enabled(device.type):
-        return None
-    return torch.get_autocast_dtype(device.type)

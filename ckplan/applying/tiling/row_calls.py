@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
 from ckplan.applying.hooks.choices import Choice
+from ckplan.applying.tiling.autocast import autocast_of
 from ckplan.applying.tiling.handle import Tiled
 from ckplan.applying.tiling.row_noting import program_of
 from ckplan.applying.tiling.row_passes import RowWise
@@ -69,15 +70,15 @@ class TiledRows(Tiled):
             program = _noted(module, forward, args, kwargs)
         except NotRowWise as error:
             return self._by_heads(forward, args, kwargs, str(error))
-        operands = program.operands
         if not any(one.requires_grad for one in (given[0], *program.parameters)):
             return forward(*args, **kwargs)
         self.tiled += 1
         self._count()
-        hidden = run_whole(program.lead, given[0])
-        return run_whole(
-            program.tail, RowWise.apply(hidden, program, self.tiles, *operands)
-        )
+        with autocast_of(given[0].device, None):  # ops were noted with their casts
+            hidden = run_whole(program.lead, given[0])
+            operands = program.cast_operands
+            made = RowWise.apply(hidden, program, self.tiles, *operands)
+            return run_whole(program.tail, made)
 
     def _by_heads(
         self,
@@ -142,8 +143,6 @@ def _check_input(given: tuple[Any, ...]) -> None:
         raise NotRowWise("its input has no rows of numbers")
     if hidden.layout != torch.strided:
         raise NotRowWise("its input is sparse")
-    if torch.is_autocast_enabled(hidden.device.type):
-        raise NotRowWise("autocast is on")
 
 
 def _check_hooks(module: nn.Module) -> None:
@@ -203,9 +202,9 @@ def tile_rows(
     elementwise ops to the products, and multiplies the result by one more; or all are
     1x1 convolutions. In an attention that is written out, from queries and keys to a
     product with values, scores are never whole: tiles of rows are tiles of heads. What
-    a call computes is looked at every time. A call that computes anything else, an MLP
-    under autocast, or a call without gradients, or that modes or hooks inside would
-    see, runs as it is; where gradients are on, a warning says why.
+    a call computes is looked at every time. A call that computes anything else, runs
+    without gradients, or that modes or hooks inside would see, runs as it is; where
+    gradients are on, a warning says why.
 
     Args:
         model: The model; its names, ``state_dict`` and results stay as they are.

@@ -10,10 +10,17 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ckplan.applying.tiling.autocast import autocast_of, cast_dtype
+from ckplan.applying.tiling.row_around import (
+    TRANSPOSES,
+    VIEWS,
+    WholeOps,
+    is_constant,
+)
 from ckplan.applying.tiling.row_products import format_of, pointwise
 from ckplan.applying.tiling.row_program import (
     Elementwise,
@@ -27,9 +34,7 @@ from ckplan.applying.tiling.row_program import (
 from ckplan.plan.tiles import BEFORE_PRODUCTS, DROPOUT, ELEMENTWISE
 
 _aten = torch.ops.aten
-_VIEWS = (_aten.view.default, _aten._unsafe_view.default)
 _MATRIX_PRODUCTS = (_aten.mm.default, _aten.addmm.default)
-_TRANSPOSES = (_aten.t.default, _aten.transpose.int, _aten.permute.default)
 
 
 def program_of(forward: Callable[..., Any], given: Tensor) -> RowProgram:
@@ -45,7 +50,9 @@ def program_of(forward: Callable[..., Any], given: Tensor) -> RowProgram:
             and after.
     """
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    with fake, torch.enable_grad():
+    # Else autocast would keep fake copies of parameters for later ops.
+    cast = autocast_of(given.device, cast_dtype(given.device))
+    with fake, cast, torch.enable_grad():
         like = torch.empty_strided(
             given.shape, given.stride(), dtype=given.dtype, device=given.device
         ).requires_grad_()
@@ -60,69 +67,15 @@ def program_of(forward: Callable[..., Any], given: Tensor) -> RowProgram:
     return noted.finish(made)
 
 
-class _Whole:
-    """Ops that run as they are, on one tensor and on what they make of it."""
-
-    def __init__(self, start: Tensor, what: str) -> None:
-        self.steps: list[Elementwise] = []
-        self._made = [start]
-        self._what = what
-        self._value_of = {id(start): 0}
-
-    def __contains__(self, one: Any) -> bool:
-        return id(one) in self._value_of
-
-    def add(self, func: Any, args: Any, kwargs: Any, made: Any) -> None:
-        """Note one op."""
-
-        def noted(one: Any) -> Any:
-            if one in self:
-                return Value(self._value_of[id(one)])
-            if isinstance(one, Tensor) and not _is_constant(one):
-                raise NotRowWise(f"its {self._what} meets other tensors")
-            return one
-
-        if func._schema.is_mutable and not (args[0] in self and self._base(args[0])):
-            raise NotRowWise(f"it changes its {self._what} in place")
-        step = Elementwise(
-            func, tuple(map(noted, args)), {k: noted(v) for k, v in kwargs.items()}
-        )
-        self.steps.append(step)
-        made = made[0] if isinstance(made, tuple) else made
-        same = args[0] if func._schema.is_mutable else made
-        self._made.append(same)
-        self._value_of[id(same)] = self._value_of[id(made)] = len(self.steps)
-
-    def is_last(self, one: Any) -> bool:
-        """Whether a tensor is what the last op made."""
-        return one in self and self._value_of[id(one)] == len(self.steps)
-
-    def rows_of(self, one: Tensor) -> int:
-        """The value whose rows a tensor is."""
-        at = self._value_of[id(one)]
-        while at and self.steps[at - 1].function in _VIEWS:
-            (source, *_) = self.steps[at - 1].args
-            if self._made[source.step].shape[-1:] != one.shape[-1:]:
-                break
-            at = source.step
-        return at
-
-    def _base(self, one: Tensor) -> int:
-        """The value that has the bytes of a view."""
-        at = self._value_of[id(one)]
-        while at and self.steps[at - 1].function in (*_VIEWS, *_TRANSPOSES):
-            at = self.steps[at - 1].args[0].step
-        return at
-
-
 class _Noting(TorchDispatchMode):
     """Notes the ops of a forward."""
 
     def __init__(self, given: Tensor) -> None:
         super().__init__()
         self._program = RowProgram()
-        self._lead = _Whole(given, "input")
-        self._tail: _Whole | None = None
+        self._casts: dict[int, Tensor] = {}  # id of autocast's copy -> its constant
+        self._lead = WholeOps(given, "input", self._casts)
+        self._tail: WholeOps | None = None
         self._input: int | None = None  # of the products: a value of the lead
         self._hidden: dict[int, int] = {}  # id of a tensor -> step
         self._transposed: dict[int, Tensor] = {}  # id of a view -> its weight
@@ -137,7 +90,7 @@ class _Noting(TorchDispatchMode):
     ) -> Any:
         """Run one op, and note it."""
         kwargs = kwargs or {}
-        if func._schema.is_mutable and any(map(_is_constant, args)):
+        if func._schema.is_mutable and any(map(is_constant, args)):
             raise NotRowWise(
                 f"it runs {func.overloadpacket.__name__}"
             )  # before it does
@@ -153,7 +106,7 @@ class _Noting(TorchDispatchMode):
 
         Results of fake kernels are cached for these alone: half the time.
         """
-        if not _is_constant(one):
+        if not is_constant(one):
             return one
         if id(one) not in self._likes:
             self._likes[id(one)] = torch.empty_strided(
@@ -165,9 +118,9 @@ class _Noting(TorchDispatchMode):
         name = func.overloadpacket.__name__
         if func is _aten.detach.default:
             return  # autograd keeps a result; ops that read it are refused
-        if func in _TRANSPOSES and _is_matrix(args[0]):
-            self._transposed[id(made)] = args[0]
-        elif func in _MATRIX_PRODUCTS and not kwargs:
+        if self._is_of_constant(func, args, made):
+            return
+        if func in _MATRIX_PRODUCTS and not kwargs:
             bias, first, second = (None, *args) if len(args) == 2 else args
             self._product(first, second, bias, made)
         elif self._is_of_convolutions and _is_pointwise(func, args):
@@ -177,7 +130,7 @@ class _Noting(TorchDispatchMode):
             self._tail.add(func, args, kwargs, made)
         elif self._runs_in_lead(func, name, args, kwargs):
             self._lead.add(func, args, kwargs, made)
-        elif func in _VIEWS:
+        elif func in VIEWS:
             self._view(args[0], made)
         elif name in ELEMENTWISE and not func._schema.is_mutable:
             self._elementwise(func, args, kwargs, made)
@@ -189,14 +142,26 @@ class _Noting(TorchDispatchMode):
         else:
             raise NotRowWise(f"it runs {name}")
 
+    def _is_of_constant(self, func: Any, args: Any, made: Any) -> bool:
+        """Whether an op casts a constant, as autocast does, or transposes one."""
+        if func is _aten._to_copy.default and is_constant(args[0]):
+            self._casts[id(made)] = args[0]
+        elif func in TRANSPOSES and _is_matrix(self._constant(args[0])):
+            self._transposed[id(made)] = self._constant(args[0])
+        elif self._input is not None and func is _aten._to_copy.default:
+            raise NotRowWise("autocast casts its input for each of its products")
+        else:
+            return False
+        return True
+
     def _runs_in_tail(self, func: Any, name: str, args: Any) -> bool:
         """Whether an op is dropout of the output, or a view of it."""
         known = args[0] in self._tail if self._tail is not None else False
-        return known and (name in DROPOUT or func in (*_VIEWS, *_TRANSPOSES))
+        return known and (name in DROPOUT or func in (*VIEWS, *TRANSPOSES))
 
     def _runs_in_lead(self, func: Any, name: str, args: Any, kwargs: Any) -> bool:
         """Whether an op is one before the products, such as a norm, or a view."""
-        if func in (*_VIEWS, *_TRANSPOSES):
+        if func in (*VIEWS, *TRANSPOSES):
             return args[0] in self._lead
         tensors = [*_tensors((*args, *kwargs.values()))]
         known = any(one in self._lead for one in tensors)
@@ -215,8 +180,9 @@ class _Noting(TorchDispatchMode):
         """A product of matrices, or a 1x1 convolution."""
         program = self._program
         is_transposed = id(second) in self._transposed or made.dim() > 2
-        weight = self._transposed.get(id(second), second)
-        is_factor = _is_constant(weight) and weight.dim() == made.dim()
+        weight = self._transposed.get(id(second), self._constant(second))
+        bias = self._constant(bias)
+        is_factor = is_constant(weight) and weight.dim() == made.dim()
         if not is_factor or not (bias is None or _is_bias(bias, made)):
             raise NotRowWise("a product has factors that are no parameters")
         if self._tail is not None:
@@ -232,11 +198,15 @@ class _Noting(TorchDispatchMode):
             self._add(Product(of), made)
         elif id(first) in self._hidden:
             program.final, program.result = of, self._hidden[id(first)]
-            self._tail = _Whole(made, "output")
+            self._tail = WholeOps(made, "output", self._casts)
         else:
             raise NotRowWise("a product is of something else than its rows")
         if made.dim() > 2 and not _has_layout_of(first, made):
             raise NotRowWise("a convolution in it changes the memory layout")
+
+    def _constant(self, one: Any) -> Any:
+        """The constant that a tensor is a copy of, or the tensor itself."""
+        return self._casts.get(id(one), one)
 
     def _check_rows(self, first: Tensor) -> None:
         """Check the input of a product; the first one tells which it is."""
@@ -277,7 +247,8 @@ class _Noting(TorchDispatchMode):
     def _operand(self, tensor: Tensor) -> int:
         if any(one is tensor for one in self._program.operands):
             raise NotRowWise("it uses a parameter twice")
-        if tensor.dtype != self._dtype or not tensor.is_contiguous():
+        is_cast = any(one is tensor for one in self._casts.values())
+        if not (is_cast or tensor.dtype == self._dtype) or not tensor.is_contiguous():
             raise NotRowWise("a parameter has another dtype, or is not contiguous")
         self._program.operands.append(tensor)
         return len(self._program.operands) - 1
@@ -296,6 +267,7 @@ class _Noting(TorchDispatchMode):
             raise NotRowWise("it returns something else than its last product")
         if isinstance(program.steps[program.result], Product):
             raise NotRowWise("it has no elementwise op between its products")
+        program.dtype = self._dtype
         program.lead = self._lead.steps[: self._input]
         program.tail = self._tail.steps
         return program
@@ -306,11 +278,11 @@ def _tensors(given: tuple[Any, ...]) -> Iterator[Tensor]:
 
 
 def _is_matrix(tensor: Any) -> bool:
-    return _is_constant(tensor) and tensor.dim() == 2
+    return is_constant(tensor) and tensor.dim() == 2
 
 
 def _is_bias(tensor: Tensor, made: Tensor) -> bool:
-    return _is_constant(tensor) and tensor.shape == made.shape[1:2]
+    return is_constant(tensor) and tensor.shape == made.shape[1:2]
 
 
 def _is_pointwise(func: Any, args: Any) -> bool:
@@ -327,8 +299,3 @@ def _has_layout_of(one: Tensor, made: Tensor) -> bool:
     like = torch.empty_like(made, memory_format=format_of(one))
     pairs = zip(like.stride(), made.stride(), made.shape, strict=True)
     return all(a == b for a, b, size in pairs if size > 1)
-
-
-def _is_constant(tensor: Any) -> bool:
-    """Whether it is a parameter, or another tensor that was there before."""
-    return type(tensor) in (Tensor, nn.Parameter)

@@ -43,6 +43,14 @@ class Value:
 
 
 @dataclass(frozen=True, slots=True)
+class Cast:
+    """Autocast's copy of a parameter, as an argument."""
+
+    of: Tensor
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
 class Elementwise:
     """An op on results of earlier steps, and numbers."""
 
@@ -56,6 +64,7 @@ class RowProgram:
     """The steps of a call, in order; the last product makes its output."""
 
     operands: list[Tensor] = field(default_factory=list)
+    dtype: torch.dtype = torch.float32  # of products; autocast casts operands to it
     steps: list[Product | Elementwise] = field(default_factory=list)
     final: Operands | None = None
     result: int = -1  # the step whose value the final product reads
@@ -78,11 +87,17 @@ class RowProgram:
         ]
 
     @property
+    def cast_operands(self) -> list[Tensor]:
+        """The operands as products read them."""
+        return [one.to(self.dtype) for one in self.operands]
+
+    @property
     def parameters(self) -> list[Tensor]:
         """All tensors that the call reads beside its input."""
         given = [
             one for step in self.lead for one in (*step.args, *step.kwargs.values())
         ]
+        given = [one.of if isinstance(one, Cast) else one for one in given]
         return [*self.operands, *(one for one in given if isinstance(one, Tensor))]
 
     @property

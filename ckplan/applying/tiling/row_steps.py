@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ckplan.applying.tiling.row_products import Products
 from ckplan.applying.tiling.row_program import (
+    Cast,
     Elementwise,
     Product,
     Value,
@@ -54,6 +55,8 @@ def apply_step(step: Elementwise, values: dict[int, Tensor]) -> Tensor:
     """Run one op on the values of earlier steps."""
 
     def given(one: Any) -> Any:
+        if isinstance(one, Cast):
+            return one.of.to(one.dtype)
         return values[one.step] if isinstance(one, Value) else one
 
     kwargs = {name: given(one) for name, one in step.kwargs.items()}

@@ -19,16 +19,15 @@ from torch.overrides import TorchFunctionMode
 from ckplan.applying.tiling.attention import (
     Attention,
     Step,
-    autocast_of,
     run_attention,
 )
+from ckplan.applying.tiling.autocast import autocast_of, cast_dtype
 from ckplan.applying.tiling.dropped import draw_mask, draws_in_order, drop
 from ckplan.applying.tiling.lazy_scores import (
     FOLLOWED,
     SOFTMAX,
     LazyScores,
     Source,
-    cast_dtype,
     follow_op,
     is_open,
     is_plain,

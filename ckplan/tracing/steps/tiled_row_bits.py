@@ -19,6 +19,7 @@ from typing import NamedTuple
 import torch
 
 from ckplan.applying.tiling import check_attention_bits, check_row_bits
+from ckplan.applying.tiling.autocast import autocast_of
 from ckplan.applying.tiling.row_noting import program_of
 from ckplan.applying.tiling.row_program import NotRowWise, RowProgram
 from ckplan.graph.graph import Graph
@@ -185,14 +186,21 @@ def _programs(
         module = modules[name]
         device = next(module.parameters()).device
         try:
-            found[call] = [
-                program_of(module.forward, _empty(tensor, layout, device))
-                for layout in layouts.get(name, PLAIN)
-            ]
+            with autocast_of(device, _cast_of(graph, calls[call])):
+                found[call] = [
+                    program_of(module.forward, _empty(tensor, layout, device))
+                    for layout in layouts.get(name, PLAIN)
+                ]
         except NotRowWise as error:
             # The shape of a matrix's rows is a guess: their storage may be a view.
             found[call] = _NotTested(str(error), bool(calls[call].spatial))
     return found
+
+
+def _cast_of(graph: Graph, found: RowOps) -> torch.dtype | None:
+    """The dtype to which autocast casts its parameters."""
+    casts = (graph.storages[s].tensor for s in found.weights & graph.casts.keys())
+    return next((getattr(torch, one.dtype) for one in casts if one is not None), None)
 
 
 def _empty(
@@ -225,7 +233,7 @@ def _test(
     warm_up_vector_kernels()
     check = partial(check_row_bits, rows=found.rows, device=device, tiles=_TILES)
     try:
-        far = [check(one, dtype=one.operands[0].dtype).difference for one in programs]
+        far = [check(one, dtype=one.dtype).difference for one in programs]
     except (RuntimeError, MemoryError) as error:
         return _NotTested(first_line(error))
     return Cost(MARGIN * max(far), 0, 0, measured=True)
