@@ -127,10 +127,12 @@ def floors(graph: Graph, sets: Iterable[tuple[Region, ...]]) -> list[Floor]:
 
 def floor_with_moves(graph: Graph) -> int:
     """The smallest peak of plans that move, as they are replayed."""
-    planner = Planner(with_moves(graph, Link(math.inf)))
+    planner = Planner(with_moves(graph, Link(math.inf), encoded=True))
     solution = planner.solve(planner.floor.peak_bytes)
     simulator = Simulator(graph)
-    regions = [as_moving(simulator, region) for region in solution.regions]
+    regions = [
+        as_moving(simulator, planner.graph, region) for region in solution.regions
+    ]
     return simulator.run(regions).peak_bytes
 
 

@@ -72,8 +72,9 @@ def find_outputs(
     begin = 1 + len(planned.save) + len(planned.encode)
     for place, name in enumerate(planned.offload, start=begin):
         for output in find("offload", name, place):
-            twice = "the region keeps it as well" if output in save | encode else ""
-            why = twice or why_not_moved(graph, *output)
+            twice = "the region keeps it as well" if output in save else ""
+            small = graph.encoding_of[output] if output in encode else None
+            why = twice or why_not_moved(graph, *output, small)
             if why:
                 raise planned.located(_no_offload(planned, name, why), place)
             offload.add(output)
@@ -102,14 +103,26 @@ def _find(
     return [(op, m) for m in (outputs if name.output is None else [name.output])]
 
 
-def why_not_moved(graph: Graph, op: int, output: int) -> str:
-    """Why an output cannot be offloaded; empty if it can."""
+def why_not_moved(
+    graph: Graph, op: int, output: int, small: Encoding | None = None
+) -> str:
+    """Why an output cannot be offloaded; empty if it can.
+
+    Args:
+        graph: The step.
+        op: The op.
+        output: The output of it.
+        small: The form that moves in place of the tensor, if it is encoded first.
+    """
     number = graph.ops[op].outputs[output]
     storage = graph.storages[number]
     if storage.maker == BEFORE_STEP or storage.kind not in _MOVED_KINDS:
         return f"it is part of a tensor of kind {storage.kind}"
-    if storage.bytes < LEAST_MOVED_BYTES:
-        return f"it has {storage.bytes} B, fewer than {LEAST_MOVED_BYTES} B"
+    size = storage.bytes if small is None else small.bytes
+    if size < LEAST_MOVED_BYTES:
+        return f"it has {size} B, fewer than {LEAST_MOVED_BYTES} B"
+    if small is not None:
+        return ""
     if graph.is_changed(number, op + 1, graph.num_forward):
         return "forward overwrites it later"
     if storage.tensor is not None and not storage.tensor.dtype.startswith(_PLAIN):
@@ -158,7 +171,7 @@ def _no_output(what: str, outputs: range) -> PlanError:
 def _no_offload(planned: PlannedRegion, name: OpName, why: str) -> PlanError:
     return PlanError(
         f"cannot offload '{name}' in region {planned.title!r}: {why}",
-        needed=f"an activation of at least {LEAST_MOVED_BYTES} B that stays as it is, "
-        "kept in no other way",
+        needed=f"an activation of at least {LEAST_MOVED_BYTES} B that stays as it is or "
+        "is encoded, and is not saved",
         hint="leave it out of offload",
     )

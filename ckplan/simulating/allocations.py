@@ -87,6 +87,8 @@ def _spans(timeline: Timeline) -> Iterator[_Span]:
         stop_tick = ticks.get(number, AFTER_MOMENT)
         yield _OUTPUT, start, stops[number], storage.bytes, 0, stop_tick
     yield from _workspaces(graph)
+    for interval in timeline.moves.leaving:
+        yield _OUTPUT, *interval[:5]
     early = {one.storage: one.start for one in timeline.moves.early}
     for effect in timeline.effects:
         for interval in effect.allocated:

@@ -69,6 +69,7 @@ class Effect:
     work: list[Work] = field(default_factory=list)  # on a GPU: more in its queues
     # Moved values, see moving.py:
     moved: dict[int, int] = field(default_factory=dict)  # storage -> op that made it
+    small: dict[int, int] = field(default_factory=dict)  # bytes of those encoded before
     asked: int = -1  # gap of the first dropped tensor that backward asks for
     begun: int = 0  # how many of them begin to return then
     returns: list[tuple[int, int]] = field(default_factory=list)  # (storage, gap)

@@ -24,7 +24,7 @@ from ckplan.simulating.effect import (
 )
 from ckplan.simulating.moving import Returns
 from ckplan.simulating.program import Program
-from ckplan.simulating.view import MOVED, RegionView
+from ckplan.simulating.view import MovedForm, RegionView
 
 RANDOM_STATE_BYTES = 5056
 """Size of torch's CPU generator state, which is kept to rerun a random op on CPU."""
@@ -90,12 +90,16 @@ class Ledger:
                 )
                 effect.allocated.append(form)
         moved = {
-            value for value, (one, _) in self._encoded.items() if one.name == MOVED
+            value: one
+            for value, (one, _) in self._encoded.items()
+            if isinstance(one, MovedForm)
         }
         storage_of = self.flow.storage_of
-        for value in moved:
-            effect.moved[storage_of[value]] = encodings[value].op
-        by_op = sorted(moved, key=lambda value: encodings[value].op)
+        for value, one in moved.items():
+            effect.moved[storage_of[value]] = one.op
+            if one.small_bytes:
+                effect.small[storage_of[value]] = one.small_bytes
+        by_op = sorted(moved, key=lambda value: moved[value].op)
         self._returns = Returns(effect, [(value, storage_of[value]) for value in by_op])
         self._returned: dict[int, Interval] = {}  # on their way back
 
@@ -105,19 +109,25 @@ class Ledger:
             self._begin_return(value)
 
     def fetch(self, value: int) -> Interval | None:
-        """Wait for a moved value; None if it is no such value."""
-        encoding, _ = self._encoded.get(value, (None, None))
-        if encoding is None or encoding.name != MOVED:
+        """Wait for a moved value; None if there is none, or its encoded form came."""
+        encoding, form = self._encoded.get(value, (None, None))
+        if not isinstance(encoding, MovedForm) or form is None:
             return None
         for begins in self._returns.want(value, self.moment):
             self._begin_return(begins)
         self._record_alive(self._bytes)
+        returned = self._returned.pop(value)
+        if encoding.small_bytes:
+            self.free(form, self.moment)
+            self._encoded[value] = encoding, returned
+            return None
         self.decoded(value)
-        return self._returned.pop(value)
+        return returned
 
     def _begin_return(self, value: int) -> None:
-        returned = self._allocate_value(value, self.moment, RETURNED)
-        self._returned[value] = returned
+        storage = self.flow.storage_of[value]
+        size = self.effect.small.get(storage, self._bytes_of(value))
+        self._returned[value] = self._allocate(size, self.moment, storage, RETURNED)
 
     def enter_gap(self, moment: int) -> None:
         """Enter the gap at half moment ``moment``, in which steps now run."""

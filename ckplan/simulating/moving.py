@@ -3,7 +3,8 @@
 The order of copies follows the order of ops alone, as ``applying/moving`` carries it
 out, so bytes do not depend on the speed of a disk:
 
-- A moved value is copied out as soon as its op has run. It is freed when the
+- A moved value is copied out as soon as its op has run, its encoded form if the plan
+  encodes it: that one is made at once, and takes the value's place. It is freed when the
   ``IN_FLIGHT``-th one after it is handed over, or when the model's forward ends.
 - When backward first asks a region for a dropped tensor, the last values that the
   region moved begin to come back, as many as ``IN_FLIGHT``. Whenever one of its values
@@ -19,13 +20,13 @@ ops themselves, as long as nobody waits: a part of the processor, and the engine
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
 from ckplan.graph.graph import Graph
 from ckplan.graph.records import OUTSIDE_CALLS
-from ckplan.simulating.effect import RETURNED, Effect, Interval
+from ckplan.simulating.effect import ENCODED, RETURNED, Effect, Interval
 from ckplan.simulating.queues import Copies, CopyEvent
 
 HOST_SPARE = 64
@@ -68,6 +69,7 @@ class Moves:
     """What the moved values of all regions change in a step."""
 
     holds: dict[int, int] = field(default_factory=dict)  # storage -> until half moment
+    leaving: tuple[Interval, ...] = ()  # encoded forms on their way out
     early: tuple[Interval, ...] = ()  # back before their region was first asked
     stall_seconds: float = 0.0
     busy_seconds: float = 0.0  # that copies take from ops, on the CPU
@@ -98,20 +100,28 @@ def find_moves(
     moving = [effect for effect in effects if effect.moved]
     if not moving:
         return NO_MOVES
-    holds = _holds(graph, sorted(chain(*(one.moved.items() for one in moving))))
-    early, begun = _early(graph, moving)
-    sizes = [graph.storages[storage].bytes for one in moving for storage in one.moved]
+    ops = dict(chain(*(one.moved.items() for one in moving)))
+    small = dict(chain(*(one.small.items() for one in moving)))
+    sizes = {one: small.get(one, graph.storages[one].bytes) for one in ops}
+    holds = _holds(graph, sorted(ops.items()))
+    early, begun = _early(moving, sizes)
+    leaving = tuple(
+        Interval(2 * ops[one] + 1, holds[one], size, storage=one, form=ENCODED)
+        for one, size in small.items()
+    )
+    held = {one: until for one, until in holds.items() if one not in small}
     events: list[CopyEvent] = []
-    busy = 0.0
+    busy, moved_bytes = 0.0, sum(sizes.values())
     if link is not None:
-        found = _events(graph, moving, holds, begun, link)
+        found = _events(moving, sizes, holds, begun, link)
         events = sorted(found, key=lambda one: (one.moment, one.order))
-        busy = link.busy_seconds(sum(sizes), len(sizes))
-    host_bytes = host_bytes_for(sum(sizes)) if is_on_gpu(graph) else 0
+        busy = link.busy_seconds(moved_bytes, len(sizes))
+    host_bytes = host_bytes_for(moved_bytes) if is_on_gpu(graph) else 0
+    bytes_ = moved_bytes, host_bytes
     if graph.is_launched:
-        return Moves(holds, early, 0.0, 0.0, sum(sizes), host_bytes, tuple(events))
+        return Moves(held, leaving, early, 0.0, 0.0, *bytes_, tuple(events))
     stalls = _stalls(graph, effects, events)
-    return Moves(holds, early, stalls, busy, sum(sizes), host_bytes)
+    return Moves(held, leaving, early, stalls, busy, *bytes_)
 
 
 def _holds(graph: Graph, moved: Sequence[tuple[int, int]]) -> dict[int, int]:
@@ -127,7 +137,7 @@ def _holds(graph: Graph, moved: Sequence[tuple[int, int]]) -> dict[int, int]:
 
 
 def _early(
-    graph: Graph, moving: Sequence[Effect]
+    moving: Sequence[Effect], sizes: Mapping[int, int]
 ) -> tuple[tuple[Interval, ...], dict[int, int]]:
     """Returns that begin before their region is asked; storage -> gap of each."""
     asked_ones = (effect for effect in moving if effect.asked >= 0)
@@ -146,9 +156,9 @@ def _early(
         begun.add(id(following))
         last = following.asked - 1
         for storage, _ in following.returns[: following.begun]:
-            size = graph.storages[storage].bytes
             begins[storage] = gap
             if gap <= last:
+                size = sizes[storage]
                 early = Interval(gap, last, size, storage=storage, form=RETURNED)
                 intervals.append(early)
     return tuple(intervals), begins
@@ -159,8 +169,8 @@ def _exhausted(effects: Sequence[Effect]) -> list[tuple[int, int, int]]:
 
 
 def _events(
-    graph: Graph,
     moving: Sequence[Effect],
+    sizes: Mapping[int, int],
     holds: dict[int, int],
     begun: dict[int, int],
     link: Link,
@@ -170,7 +180,7 @@ def _events(
     def event(
         moment: int, order: int, kind: str, storage: int, begins: bool
     ) -> CopyEvent:
-        seconds = graph.storages[storage].bytes / link.bytes_per_second
+        seconds = sizes[storage] / link.bytes_per_second
         queue = kind if link.both_ways else ""
         copy = kind, storage
         return CopyEvent(moment, order, queue, copy, seconds if begins else None)

@@ -246,7 +246,7 @@ class Simulator:
                 yield new + 1, old, -size
             elif new > old:
                 yield old + 1, new, size
-        yield from moves.early
+        yield from (*moves.leaving, *moves.early)
         for effect in effects:
             yield from effect.allocated
 

@@ -180,7 +180,9 @@ class Timeline:
             for went, _ in effect.freed_in_gap.get(moment, ())[:part]:
                 total[storages[went].kind] -= freed.get(went, 0)
         total["activation"] += sum(
-            one.bytes for one in self.moves.early if one.start <= moment <= one.stop
+            one.bytes
+            for one in (*self.moves.leaving, *self.moves.early)
+            if one.start <= moment <= one.stop
         )
         total["temporary"] += self.live_bytes[moment] - sum(total.values())
         return total

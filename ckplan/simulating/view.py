@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from ckplan.errors import PlanError
@@ -27,6 +27,30 @@ from ckplan.simulating.program import (
 
 MOVED = "moved"
 """Name of the form of a value that is elsewhere, where it takes no bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class MovedForm(Encoding):
+    """The form of a value that is elsewhere."""
+
+    small_bytes: int = 0  # of the encoded form that moves in place of it, if one does
+
+
+def move_of(
+    place: tuple[int, int], small: Encoding | None = None, seconds: float = 0.0
+) -> MovedForm:
+    """The form of an output that moves, as it is or encoded.
+
+    Args:
+        place: The op, and the output of it.
+        small: Its encoded form, if that one moves.
+        seconds: That the copies take.
+    """
+    if small is None:
+        return MovedForm(*place, MOVED, 0, 0, 0, seconds, 0.0)
+    spaces = small.encode_workspace_bytes, small.decode_workspace_bytes
+    taken = small.encode_seconds + seconds, small.decode_seconds
+    return MovedForm(*place, MOVED, 0, *spaces, *taken, small.bytes)
 
 
 class RegionView:
@@ -183,8 +207,12 @@ class RegionView:
     def encoded_values(self, region: Region) -> dict[int, Encoding]:
         """Value -> its encoding, for values that the region encodes or moves."""
         returned, coding = self.flow.returned, self.graph.encoding_of
-        moved = (Encoding(*place, MOVED, 0, 0, 0, 0.0, 0.0) for place in region.offload)
-        found = [*(coding[place] for place in region.encode), *moved]
+        small = region.encode & region.offload
+        moved = [
+            move_of(place, coding[place] if place in small else None)
+            for place in region.offload
+        ]
+        found = [*(coding[place] for place in region.encode - small), *moved]
         found.sort(key=lambda one: (one.op, one.output))
         return {returned[one.op - self.start][one.output]: one for one in found}
 

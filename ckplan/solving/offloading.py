@@ -28,7 +28,7 @@ from ckplan.plan.outputs import why_not_moved
 from ckplan.plan.region import Region
 from ckplan.simulating.moving import Link, is_on_gpu
 from ckplan.simulating.simulate import Simulator
-from ckplan.simulating.view import MOVED
+from ckplan.simulating.view import MOVED, MovedForm, move_of
 from ckplan.solving.baselines import find_repeated_layers
 from ckplan.solving.memory_limit import MemoryLimit
 from ckplan.solving.planner import Planner
@@ -37,9 +37,12 @@ from ckplan.solving.reserved_limit import budget_within
 from ckplan.solving.search import solve_each
 from ckplan.solving.solution import Solution
 
-_TRIES = ((0.02, 0.5), (0.02, 0.9), (0.02, inf), (1.0, inf))
-"""Share of the seconds of a copy that ops wait for, and most seconds of a layer's
-copies, as a multiple of those of its forward."""
+_TRIES = (
+    *((0.02, 0.5, False), (0.02, 0.9, False), (0.02, inf, False), (1.0, inf, False)),
+    *((0.02, 0.9, True), (0.02, inf, True)),
+)
+"""Share of the seconds of a copy that ops wait for, most seconds of a layer's copies, as
+a multiple of those of its forward, and whether encoded forms move, too."""
 _SMALL = 16  # a move of so few times fewer bytes than the largest only takes its place
 
 
@@ -67,7 +70,7 @@ class MovingPlanner:
         moving = (Planner(step) for step in _tries(graph, layers, link))
         self.planner = planner
         self._planners = [planner, *moving]
-        self._free = Planner(with_moves(graph, Link(inf)))
+        self._free = Planner(with_moves(graph, Link(inf), encoded=True))
         self._replay = Simulator(graph, link)
         slowest = link.slowest
         self._slowest = None if slowest is None else Simulator(graph, slowest)
@@ -79,8 +82,8 @@ class MovingPlanner:
 
     def within(self, budget_bytes: int) -> ReplayedPlan | None:
         """The cheapest plan that fits, as its timeline and its regions."""
-        plans = (one.within(budget_bytes) for one in self._planners)
-        found = [self._replayed(plan[1]) for plan in plans if plan is not None]
+        plans = ((one, one.within(budget_bytes)) for one in self._planners)
+        found = [self._replayed(one, plan[1]) for one, plan in plans if plan]
         return min(
             (one for one in found if one[0].peak_bytes <= budget_bytes),
             key=lambda one: (self._overhead(one), one[0].peak_bytes),
@@ -99,8 +102,9 @@ class MovingPlanner:
         misses, _, peak_bytes = by_cost(limit, one)
         return misses, self._overhead((one.timeline, one.regions)), peak_bytes
 
-    def _replayed(self, regions: Iterable[Region]) -> ReplayedPlan:
-        moving = tuple(as_moving(self._replay, one) for one in regions)
+    def _replayed(self, planner: Planner, regions: Iterable[Region]) -> ReplayedPlan:
+        step = planner.graph
+        moving = tuple(as_moving(self._replay, step, one) for one in regions)
         return self._replay.run(moving), moving
 
     def solve(self, limit: MemoryLimit) -> Solution:
@@ -111,9 +115,10 @@ class MovingPlanner:
         """
 
         def solved(planner: Planner) -> Solution | None:
-            budget_bytes = budget_within(_Replayed(planner, self._replayed), limit)
+            replayed = partial(self._replayed, planner)
+            budget_bytes = budget_within(_Replayed(planner, replayed), limit)
             solution = planner.solve(budget_bytes, limit)
-            timeline, regions = self._replayed(solution.regions)
+            timeline, regions = replayed(solution.regions)
             if timeline.peak_bytes > solution.budget_bytes:
                 return None
             return replace(solution, regions=regions, timeline=timeline)
@@ -191,8 +196,9 @@ def host_rate(
 def _tries(graph: Graph, layers: Sequence[int], link: Link) -> Iterator[Graph]:
     """The step with forms for moves, for each share and multiple; each step once."""
     seen: set[tuple[Encoding, ...]] = set()
-    for share, multiple in _TRIES:
-        step = _hidden(with_moves(graph, link, share), layers, multiple, link)
+    for share, multiple, encoded in _TRIES:
+        step = with_moves(graph, link, share, encoded=encoded)
+        step = _hidden(step, layers, multiple, link)
         if step.encodings not in seen:
             seen.add(step.encodings)
             yield step
@@ -229,25 +235,34 @@ def _seconds_per_byte(graph: Graph, one: Encoding) -> float:
 
 
 def _bytes(graph: Graph, one: Encoding) -> int:
+    if isinstance(one, MovedForm) and one.small_bytes:
+        return one.small_bytes
     return graph.storages[graph.ops[one.op].outputs[one.output]].bytes
 
 
-def with_moves(graph: Graph, link: Link, share: float = 1.0) -> Graph:
+def with_moves(
+    graph: Graph, link: Link, share: float = 1.0, *, encoded: bool = False
+) -> Graph:
     """The step with a form of no bytes for every value that can move.
 
     Args:
         graph: The step.
         link: The way of the copies.
         share: Of the seconds of the copies that ops wait for.
+        encoded: Whether values that have a smaller form move in it.
     """
-    moves = []
+
+    def seconds(size: int) -> float:
+        return 2 * share * size / link.bytes_per_second + link.busy_seconds(size)
+
+    forms = dict(graph.encoding_of)
     for op, output in movable(graph, range(graph.num_forward)):
         size = graph.storages[graph.ops[op].outputs[output]].bytes
-        seconds = 2 * share * size / link.bytes_per_second + link.busy_seconds(size)
-        if (op, output) not in graph.encoding_of:
-            moves.append(Encoding(op, output, MOVED, 0, 0, 0, seconds, 0.0))
-    forms = sorted((*graph.encodings, *moves), key=lambda one: (one.op, one.output))
-    return replace(graph, encodings=tuple(forms))
+        forms.setdefault((op, output), move_of((op, output), seconds=seconds(size)))
+    for place, small in graph.encoding_of.items() if encoded else ():
+        if not why_not_moved(graph, *place, small):
+            forms[place] = move_of(place, small, seconds(small.bytes))
+    return replace(graph, encodings=tuple(forms[place] for place in sorted(forms)))
 
 
 def movable(graph: Graph, ops: range) -> list[tuple[int, int]]:
@@ -260,13 +275,13 @@ def movable(graph: Graph, ops: range) -> list[tuple[int, int]]:
     return list(last.values())
 
 
-def as_moving(simulator: Simulator, region: Region) -> Region:
+def as_moving(simulator: Simulator, step: Graph, region: Region) -> Region:
     """A region of a step with forms for moves, as one of the step itself."""
-    known = simulator.graph.encoding_of
-    moved = frozenset(place for place in region.encode if place not in known)
+    moved = frozenset(p for p in region.encode if step.encoding_of[p].name == MOVED)
     if not moved:
         return region
-    encode = region.encode - moved
+    small = moved & simulator.graph.encoding_of.keys()
+    encode = region.encode - moved | small
     return only_wanted(simulator, replace(region, encode=encode, offload=moved))
 
 

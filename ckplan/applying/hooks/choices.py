@@ -9,7 +9,7 @@ from functools import cached_property, partial
 from ckplan.applying.guards.checker import GuardChecker
 from ckplan.applying.guards.guards import make_guards
 from ckplan.applying.guards.program_cache import ProgramCache
-from ckplan.applying.moving.mover import FILE, Mover
+from ckplan.applying.moving.mover import FILE, OF_ENCODED, Mover
 from ckplan.applying.recording.op_keys import OpKey, key_of
 from ckplan.applying.recording.recorder import Recorder
 from ckplan.graph.fqn import Call, call_name
@@ -161,7 +161,13 @@ class Choice:
     def encodes(self) -> dict[OpKey, dict[int | None, str]]:
         """Outputs to encode or move, as the recorder takes them."""
         found: dict[OpKey, dict[int | None, str]] = {}
-        moved = ((op, FILE) for op in self.region.offload)
-        for op, form in (*self.region.encode, *moved):
+        for op, form in self.region.encode:
             found.setdefault(key_of(op), {})[op.output] = form
+        for op in self.region.offload:
+            forms = found.setdefault(key_of(op), {})
+            same = [one for one in forms if op.output in (one, None)]
+            for one in same:  # its encoded form moves
+                forms[one] += OF_ENCODED + FILE
+            if op.output not in same:
+                forms[op.output] = FILE
         return found

@@ -28,6 +28,8 @@ from ckplan.simulating.moving import IN_FLIGHT
 
 FILE = "file"
 """The form of a value that is kept in a file, or in host memory."""
+OF_ENCODED = " to "
+"""Between an encoding and ``FILE``: the encoded form moves."""
 HOST = "host"
 """In place of a folder: the host memory of a GPU."""
 
@@ -50,8 +52,25 @@ class Moved:
     form = FILE
 
     def __init__(
-        self, mover: Mover, number: int, tensor: torch.Tensor, offset: int, version: int
+        self,
+        mover: Mover,
+        number: int,
+        tensor: torch.Tensor,
+        offset: int,
+        version: int,
+        small: Encoded | None = None,
     ) -> None:
+        """Note a tensor that begins to move.
+
+        Args:
+            mover: That moves it.
+            number: In the order of moves.
+            tensor: What moves: a value, or the data of its encoded form.
+            offset: In the file or in pinned memory.
+            version: Of the tensor, as long as it has not changed.
+            small: The encoded form.
+        """
+        self._small = None if small is None else small._replace(data=tensor[:0])
         self.number = number  # in the order of moves
         self.data: torch.Tensor | None = tensor  # until its copy out is over
         self.size, self.stride = tensor.size(), tensor.stride()
@@ -68,7 +87,10 @@ class Moved:
 
     def decode(self) -> torch.Tensor:
         """Return the tensor to memory, once."""
-        return self.mover.fetch(self)
+        found = self.mover.fetch(self)
+        if self._small is None:
+            return found
+        return encodings.decode(self._small._replace(data=found))
 
     def __del__(self) -> None:
         """Leave the room in the file to later tensors."""
@@ -136,17 +158,21 @@ class Mover:
         """Encode a tensor, or begin to move it; None if it has no such form.
 
         Args:
-            form: ``FILE``, or an encoding.
+            form: ``FILE``, an encoding, or both with ``OF_ENCODED`` between.
             tensor: Output of an op that has just run.
             in_place: Whether that op is about to count as a change of the tensor.
 
         Raises:
             ApplyError: The disk is full, or a copy failed.
         """
-        if form != FILE:
+        name, _, place = form.rpartition(OF_ENCODED)
+        if place != FILE:
             return encodings.encode(form, tensor)
         if not _is_whole(tensor):
             return None
+        small = encodings.encode(name, tensor) if name else None
+        if small is not None:
+            tensor, in_place = small.data, False
         if tensor.device.type == "cpu" and tensor.is_shared():
             raise _shared(tensor)
         with self._lock:
@@ -155,7 +181,7 @@ class Mover:
             store = None if isinstance(tensor, FakeTensor) else self._own_store(tensor)
             offset = store.allocate(num_bytes) if store else 0
             version = version_of(tensor) + in_place
-            moved = Moved(self, self._count, tensor, offset, version)
+            moved = Moved(self, self._count, tensor, offset, version, small)
             if store:
                 moved.address = tensor.data_ptr()
                 moved.jobs = store.write(tensor, offset)

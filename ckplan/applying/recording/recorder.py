@@ -331,7 +331,7 @@ class Recorder(TorchDispatchMode):
                 small = self._mover.encode(form, tensor, in_place=in_place)
                 if small is not None:
                     self.encoded[value] = small
-                elif form == FILE:
+                elif form.endswith(FILE):
                     warn_of_kept(self.name, str(OpName(*key)))
 
     def pack(self, tensor: torch.Tensor) -> Kept | Dropped:
