@@ -2,12 +2,12 @@
 
 Every workload is profiled for a card, in float32 and under autocast to bfloat16, and
 planned for budgets a quarter, half and three quarters of the way from the floor to the
-peak, with offload to host memory over a link that takes no time, so that plans move
-what they can: bytes do not depend on the link. Then steps run in processes of their
-own on a GPU that computes nothing (see ``allocated.py``). Allocated and reserved bytes
-are those of torch's own allocator, under the streams of the copies; the host's are
-those that CUDA was asked to pin, which ``_dummy_gpu.c`` counts, as it counts the bytes
-copied out and back in a step.
+peak, with offload to host memory, as if ops took a thousand times as long and the link
+no time, so that plans move what they can: bytes depend on neither. Then steps run in
+processes of their own on a GPU that computes nothing (see ``allocated.py``). Allocated
+and reserved bytes are those of torch's own allocator, under the streams of the copies;
+the host's are those that CUDA was asked to pin, which ``_dummy_gpu.c`` counts, as it
+counts the bytes copied out and back in a step.
 
     python scripts/allocated_offload.py
     python scripts/allocated_offload.py --only gpt2 --gpu "RTX 4090"
@@ -29,7 +29,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import NoReturn
@@ -55,6 +55,7 @@ from ckplan.units import format_bytes
 QUARTERS = (1, 2, 3)
 MOST_HOST = 0.05
 _FREE = 1e15  # bytes per second of a link that takes no time
+_SLOW = 1000  # as many seconds of every op
 HEADERS = (
     *("workload", "types", "budget", "moved", "copied out", "copied back"),
     *("allocated", "of the allocator", "error", "reserved", "of the allocator"),
@@ -180,6 +181,7 @@ def rows_of(name: str, gpu: gpus.Gpu, library: Path) -> Iterator[Row]:
 def _rows_of_graph(
     graph: Graph, name: str, types: str, where: Mapping[str, str], folder: Path
 ) -> Iterator[Row]:
+    graph = _slow(graph)
     planner = Planner(graph)
     moving = MovingPlanner(planner, Link.of(graph, _FREE))
     floor, top = moving.floor_bytes, planner.unplanned.peak_bytes
@@ -193,6 +195,19 @@ def _rows_of_graph(
             known[solution.regions] = _found(name, types, path, where)
         seen = known[solution.regions]
         yield Row(name, types, quarters, budget_bytes, predicted(solution), *seen)
+
+
+def _slow(graph: Graph) -> Graph:
+    """The step on a card on which it never pays to run an op again."""
+    ops = (
+        replace(
+            op,
+            seconds=_SLOW * op.seconds,
+            launch_seconds=_SLOW * op.launch_seconds,
+        )
+        for op in graph.ops
+    )
+    return replace(graph, ops=tuple(ops))
 
 
 def predicted(solution: Solution) -> list[int]:
