@@ -275,11 +275,13 @@ def taken(
     name: str,
     types: str,
     plan: str,
+    spill: str | None = None,
+    *,
     before_step: Callable[[int], None] = lambda _: None,
 ) -> tuple[nn.Module, Bytes]:
     """Take two steps of a planned workload; its model, and the second step's bytes."""
     workload, follow = on_dummy_gpu(name)
-    apply(workload.model, plan)
+    apply(workload.model, plan, spill=spill)
     step = make_step(workload, TYPES[types])
     for number in range(2):
         torch.cuda.reset_peak_memory_stats(CUDA)

@@ -9,8 +9,11 @@ and reserved bytes are those of torch's own allocator, under the streams of the 
 the host's are those that CUDA was asked to pin, which ``_dummy_gpu.c`` counts, as it
 counts the bytes copied out and back in a step.
 
+With ``--spill FOLDER``, tensors go on from a small room of the host to a file there.
+
     python scripts/allocated_offload.py
     python scripts/allocated_offload.py --only gpt2 --gpu "RTX 4090"
+    python scripts/allocated_offload.py --spill /tmp
 
 Rows are kept beside the page as they come; a run that was cut goes on from there.
 ``--only`` measures some anew, ``--fresh`` all. This is no measurement on a GPU: nothing
@@ -28,7 +31,7 @@ import ctypes
 import json
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -40,13 +43,15 @@ from _dummy_gpu import build, environment
 from _kept_rows import KeptRows
 
 from ckplan import gpus
+from ckplan.applying.moving.stores import HOST
 from ckplan.errors import CkplanError
 from ckplan.graph.graph import Graph
 from ckplan.plan import file as plan_file
+from ckplan.plan.plan import Plan
 from ckplan.plan.region import Region
 from ckplan.simulating.moving import Link
 from ckplan.solving.memory_limit import MemoryLimit
-from ckplan.solving.offloading import MovingPlanner
+from ckplan.solving.offloading import MovingPlanner, behind_host
 from ckplan.solving.planner import Planner
 from ckplan.solving.solution import Solution
 from ckplan.solving.solve import to_plan
@@ -135,15 +140,17 @@ def main() -> int:
         take_steps(*sys.argv[2:])
     args = _arguments()
     allocated.check_dummy_gpu()
-    kept = KeptRows("allocated_offload", Row, args)
+    name = "allocated_spill" if args.spill else "allocated_offload"
+    kept = KeptRows(name, Row, args)
     with tempfile.TemporaryDirectory() as folder:
-        measure = partial(rows_of, gpu=gpus.find(args.gpu), library=build(Path(folder)))
+        library, gpu = build(Path(folder)), gpus.find(args.gpu)
+        measure = partial(rows_of, gpu=gpu, library=library, spill=args.spill)
         rows = kept.fill(measuring.everything(), measure)
     if args.only:
         rows = [row for row in rows if row.model in args.only]
     table = measuring.make_table(HEADERS, [row.cells() for row in rows], texts=3)
     report = measuring.Report(
-        "allocated_offload",
+        name,
         "What a GPU that computes nothing and its host hold while tensors move",
         __doc__,
         [f"As the card {args.gpu}. No GPU was used.", _count(rows), table],
@@ -167,7 +174,9 @@ def _count(rows: Sequence[Row]) -> str:
     )
 
 
-def rows_of(name: str, gpu: gpus.Gpu, library: Path) -> Iterator[Row]:
+def rows_of(
+    name: str, gpu: gpus.Gpu, library: Path, spill: Path | None
+) -> Iterator[Row]:
     """The plans of one workload in all types."""
     for types in allocated.TYPES:
         try:
@@ -175,27 +184,32 @@ def rows_of(name: str, gpu: gpus.Gpu, library: Path) -> Iterator[Row]:
         except CkplanError as error:
             yield Row(name, types, 0, 0, (), (), error.what)
             continue
-        where = environment(library, gpu)
-        yield from _rows_of_graph(graph, name, types, where, library.parent)
+        to_host = Link.of(graph, _FREE)
+        link = behind_host(graph, Link(_FREE)) if spill else to_host
+        row = partial(Row, name, types)
+        path = library.parent / "plan.yaml"
+        run = partial(_found, name, types, environment(library, gpu), path, spill)
+        yield from _rows_of_graph(graph, link, row, run)
 
 
 def _rows_of_graph(
-    graph: Graph, name: str, types: str, where: Mapping[str, str], folder: Path
+    graph: Graph,
+    link: Link,
+    row: Callable[..., Row],
+    run: Callable[[Plan], tuple[Sequence[int], str]],
 ) -> Iterator[Row]:
     graph = _slow(graph)
     planner = Planner(graph)
-    moving = MovingPlanner(planner, Link.of(graph, _FREE))
+    moving = MovingPlanner(planner, link)
     floor, top = moving.floor_bytes, planner.unplanned.peak_bytes
     known: dict[Sequence[Region], tuple[Sequence[int], str]] = {}
     for quarters in QUARTERS:
         budget_bytes = floor + (top - floor) * quarters // 4
         solution = moving.solve(MemoryLimit(budget_bytes))
         if solution.regions not in known:
-            path = folder / "plan.yaml"
-            plan_file.save(to_plan(graph, solution), path, force=True)
-            known[solution.regions] = _found(name, types, path, where)
+            known[solution.regions] = run(to_plan(graph, solution))
         seen = known[solution.regions]
-        yield Row(name, types, quarters, budget_bytes, predicted(solution), *seen)
+        yield row(quarters, budget_bytes, predicted(solution), *seen)
 
 
 def _slow(graph: Graph) -> Graph:
@@ -220,15 +234,24 @@ def predicted(solution: Solution) -> list[int]:
 
 
 def _found(
-    name: str, types: str, plan: Path, where: Mapping[str, str]
+    name: str,
+    types: str,
+    where: Mapping[str, str],
+    path: Path,
+    spill: Path | None,
+    plan: Plan,
 ) -> tuple[Sequence[int], str]:
-    done = allocated.run_alone(__file__, [name, types, str(plan)], where)
+    """What two steps of a plan hold, or why there are none."""
+    plan_file.save(plan, path, force=True)
+    place = HOST if spill is None else str(spill)
+    words = [name, types, str(path), place]
+    done = allocated.run_alone(__file__, words, where)
     if done.returncode:
         return (), measuring.error_line(done.stderr)
     return json.loads(done.stdout), ""
 
 
-def take_steps(name: str, types: str, plan: str) -> NoReturn:
+def take_steps(name: str, types: str, plan: str, place: str) -> NoReturn:
     """Take steps on the GPU that is there; say what it and its host held."""
     gpu, before = ctypes.CDLL(None), [0, 0]  # loaded before all else
 
@@ -238,7 +261,7 @@ def take_steps(name: str, types: str, plan: str) -> NoReturn:
     def look(_: int) -> None:
         before[:] = copied()
 
-    _, found = allocated.taken(name, types, plan, before_step=look)
+    _, found = allocated.taken(name, types, plan, place, before_step=look)
     moved = [after - start for after, start in zip(copied(), before, strict=True)]
     pinned = _asked(gpu, "registered_bytes")
     allocated.leave_with([found.allocated, found.reserved, pinned, *moved])
@@ -256,6 +279,9 @@ def _arguments() -> argparse.Namespace:
     parser = measuring.make_parser(__doc__, only=True, gpu="A100 80GB")
     parser.add_argument(
         "--fresh", action="store_true", help="forget the rows of earlier runs"
+    )
+    parser.add_argument(
+        "--spill", metavar="FOLDER", type=Path, help="tensors go to a file there"
     )
     parser.add_argument(
         "--minutes",

@@ -28,6 +28,9 @@ from ckplan.graph.records import OUTSIDE_CALLS
 from ckplan.simulating.effect import RETURNED, Effect, Interval
 from ckplan.simulating.queues import Copies, CopyEvent
 
+STAGING_BYTES = 8 * 2**20
+"""Of pinned memory, between a GPU and a file."""
+
 HOST_SPARE = 64
 """Of so many bytes of host memory, one is left over between tensors."""
 
@@ -41,6 +44,7 @@ class Link:
     busy_seconds_per_byte: float = 0.0  # that ops lose to a copy beside them, one way
     seconds_per_move: float = 0.0  # of the engine, out and back together
     slowest: Link | None = None  # the same way at its worst, as it was measured
+    to_file: bool = False  # of a GPU, behind the host; else to the host itself
 
     @staticmethod
     def of(graph: Graph, bytes_per_second: float) -> Link:
@@ -107,7 +111,10 @@ def find_moves(
         found = _events(graph, moving, holds, begun, link)
         events = sorted(found, key=lambda one: (one.moment, one.order))
         busy = link.busy_seconds(sum(sizes), len(sizes))
-    host_bytes = host_bytes_for(sum(sizes)) if is_on_gpu(graph) else 0
+    host_bytes = 0
+    if is_on_gpu(graph):
+        to_file = link is not None and link.to_file
+        host_bytes = STAGING_BYTES if to_file else host_bytes_for(sum(sizes))
     if graph.is_launched:
         return Moves(holds, early, 0.0, 0.0, sum(sizes), host_bytes, tuple(events))
     stalls = _stalls(graph, effects, events)

@@ -188,6 +188,28 @@ def host_rate(
     raise CkplanError(f"cannot plan to offload {what}", needed=needed, hint=hint)
 
 
+def behind_host(graph: Graph, disk: Link, gpu: str | None = None) -> Link:
+    """The way of a GPU's tensors to a file: the slower of its bus and the disk.
+
+    Copies go to pinned memory and on to the file, one after the other both ways. The
+    device loses nothing to the processor's part of them.
+
+    Args:
+        graph: The step, on a GPU.
+        disk: The way from host memory to the file.
+        gpu: The card; by default that of the step. The bus of an unknown one is taken
+            to be faster than the disk.
+    """
+    gpu = gpu or graph.options.get("gpu")
+    bus = inf if gpu is None else float(gpus.find(str(gpu)).link)
+
+    def slower(link: Link) -> Link:
+        return Link(min(link.bytes_per_second, bus), to_file=True)
+
+    slowest = disk.slowest
+    return replace(slower(disk), slowest=None if slowest is None else slower(slowest))
+
+
 def _tries(graph: Graph, layers: Sequence[int], link: Link) -> Iterator[Graph]:
     """The step with forms for moves, for each share and multiple; each step once."""
     seen: set[tuple[Encoding, ...]] = set()

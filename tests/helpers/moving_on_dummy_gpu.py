@@ -1,6 +1,6 @@
 """Tensors that a plan moves off a GPU that computes nothing, whose copies are real.
 
-python tests/helpers/moving_on_dummy_gpu.py there_and_back
+python tests/helpers/moving_on_dummy_gpu.py to_the_host
 """
 
 from __future__ import annotations
@@ -8,14 +8,17 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
+import tempfile
+from pathlib import Path
 
 import torch
 
 import ckplan
-from ckplan.applying.moving.mover import FILE, HOST, Group, Moved, Mover
+from ckplan.applying.moving.mover import FILE, Group, Moved, Mover
+from ckplan.applying.moving.stores import HOST
 from ckplan.errors import ApplyError
 from ckplan.plan.file import loads
-from ckplan.simulating.moving import IN_FLIGHT
+from ckplan.simulating.moving import IN_FLIGHT, STAGING_BYTES
 
 CUDA = torch.device("cuda", 0)
 TEXT = "ckplan: 1\nregions: [{calls: ., offload: [0/addmm]}]"
@@ -29,10 +32,30 @@ def counted(what: str) -> int:
     return found
 
 
-def there_and_back() -> None:
-    """What leaves the device comes back with its bits, and the device has room."""
+def to_the_host() -> None:
+    """To pinned memory of the size of what moves."""
     mover = Mover(HOST)
-    values = [torch.randn(1 << 18) for _ in range(4)]
+    size = there_and_back(mover)
+    assert counted("registered_bytes") == mover.host_bytes >= size
+    del mover
+    assert counted("registered_bytes") == 0
+
+
+def behind_the_host() -> None:
+    """To a file, through pinned memory of one size."""
+    with tempfile.TemporaryDirectory() as folder:
+        mover = Mover(Path(folder), device_type="cuda")
+        size = there_and_back(mover)
+        assert counted("registered_bytes") == mover.host_bytes == STAGING_BYTES
+        assert mover.file_bytes >= size > 2 * STAGING_BYTES
+        assert not [*Path(folder).iterdir()]
+        del mover
+        assert counted("registered_bytes") == 0
+
+
+def there_and_back(mover: Mover) -> int:
+    """What leaves the device comes back with its bits, and the device has room."""
+    values = [torch.randn(1 << 20) for _ in range(5)]
     live, moved = torch.cuda.memory_allocated(CUDA), list[Moved]()
     for value in values:
         found = mover.encode(FILE, value.to(CUDA))
@@ -46,11 +69,9 @@ def there_and_back() -> None:
     group.ask()
     for one, value in reversed(list(zip(moved, values, strict=True))):
         assert torch.equal(one.decode().cpu(), value)
-    size = sum(value.nbytes for value in values)
+    size: int = sum(value.nbytes for value in values)
     assert counted("bytes_out") == counted("bytes_back") == size
-    assert counted("registered_bytes") == mover.host_bytes >= size
-    del mover, group, moved, one, found
-    assert counted("registered_bytes") == 0
+    return size
 
 
 def nothing_pinned() -> None:
@@ -67,6 +88,6 @@ def nothing_pinned() -> None:
 
 
 if __name__ == "__main__":
-    tests = (there_and_back, nothing_pinned)
+    tests = (to_the_host, behind_the_host, nothing_pinned)
     {test.__name__: test for test in tests}[sys.argv[1]]()
     os._exit(0)  # such a GPU is no good at shutting down

@@ -19,8 +19,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ckplan import encodings
-from ckplan.applying.moving.host_memory import HostMemory
-from ckplan.applying.moving.spill_file import Jobs, SpillFile, release, wait
+from ckplan.applying.moving.spill_file import Jobs, release, wait
+from ckplan.applying.moving.stores import HOST, Store, elsewhere, new_store
 from ckplan.applying.tensors.arguments import version_of
 from ckplan.encodings import Encoded
 from ckplan.errors import ApplyError
@@ -28,8 +28,6 @@ from ckplan.simulating.moving import IN_FLIGHT
 
 FILE = "file"
 """The form of a value that is kept in a file, or in host memory."""
-HOST = "host"
-"""In place of a folder: the host memory of a GPU."""
 
 Form: TypeAlias = "Encoded | Moved"
 """What is kept of a value in place of its tensor."""
@@ -97,38 +95,45 @@ class Group:
 class Mover:
     """Moves tensors of one model; a copy of the model gets its own."""
 
-    def __init__(self, place: Path | str | None, num_bytes: int = 0) -> None:
+    def __init__(
+        self, place: Path | str | None, num_bytes: int = 0, device_type: str = "cpu"
+    ) -> None:
         """Create the file or pin the memory.
 
         Args:
             place: A folder, ``HOST``, or None: only fake tensors can be moved.
             num_bytes: Bytes of the tensors that will move, if known.
+            device_type: Where the model is. Before the first tensor is moved, the model
+                may go elsewhere.
 
         Raises:
             ApplyError: The folder cannot be written, there is no GPU, or too little
                 room.
         """
         self._place, self._num_bytes = place, num_bytes
+        self._device_type = device_type
         self._lock = threading.RLock()
         self._leaving: deque[ref[Moved]] = deque()  # the last ones handed over
         self._count = 0  # of tensors moved so far
         self._groups: list[ref[Group]] = []  # in the order of their forwards
         self._remains: deque[_Remains] = deque()
         self._process = os.getpid()
-        self._store = None if place is None else self._new_store()
+        self._store: Store | None = None
+        if place is not None:
+            self._store = new_store(place, device_type, num_bytes)
 
-    def __reduce__(self) -> tuple[type[Mover], tuple[Path | str | None, int]]:
-        return type(self), (self._place, self._num_bytes)
+    def __reduce__(self) -> tuple[type[Mover], tuple[Path | str | None, int, str]]:
+        return type(self), (self._place, self._num_bytes, self._device_type)
 
     @property
     def file_bytes(self) -> int:
         """Bytes of the file."""
-        return self._store.num_bytes if isinstance(self._store, SpillFile) else 0
+        return self._store.file_bytes if self._store else 0
 
     @property
     def host_bytes(self) -> int:
         """Bytes of pinned host memory."""
-        return self._store.num_bytes if isinstance(self._store, HostMemory) else 0
+        return self._store.host_bytes if self._store else 0
 
     def encode(
         self, form: str, tensor: torch.Tensor, *, in_place: bool = False
@@ -274,23 +279,20 @@ class Mover:
         if self._store:
             moved.jobs = self._store.read(moved.back, moved.offset)
 
-    def _own_store(self, tensor: torch.Tensor) -> SpillFile | HostMemory:
+    def _own_store(self, tensor: torch.Tensor) -> Store:
         """The file of this process: a fork must not write into its parent's."""
-        if self._place is None:
-            raise _elsewhere(tensor.device.type, None)
+        place, device_type = self._place, tensor.device.type
+        if place is None:
+            raise elsewhere(device_type, None)
+        if place != HOST and not self._count and device_type != self._device_type:
+            self._store, self._device_type = None, device_type
         if self._store is None or self._process != os.getpid():
-            self._store = self._new_store()
+            self._store = new_store(place, self._device_type, self._num_bytes)
             self._process = os.getpid()
             self._groups = []
-        if tensor.device.type != self._store.device_type:
-            raise _elsewhere(tensor.device.type, self._place)
+        if device_type != self._store.device_type:
+            raise elsewhere(device_type, place)
         return self._store
-
-    def _new_store(self) -> SpillFile | HostMemory:
-        assert self._place is not None, "internal error: nowhere to move to"
-        if self._place == HOST:
-            return HostMemory(self._num_bytes)
-        return SpillFile(Path(self._place), self._num_bytes)
 
 
 def decode(kept: Form) -> torch.Tensor:
@@ -322,15 +324,6 @@ def _shared(tensor: torch.Tensor) -> ApplyError:
         "with other processes",
         needed="offloaded tensors that nobody else writes to",
         hint="leave its op out of offload",
-    )
-
-
-def _elsewhere(device: str, place: Path | str | None) -> ApplyError:
-    where = "the host" if place == HOST else "a file"
-    return ApplyError(
-        f"cannot move a tensor of {device} to {where}",
-        needed="a model on a GPU" if place == HOST else "a model on the CPU",
-        hint=f"ckplan.apply(model, plan, spill='/tmp') on the CPU, '{HOST}' on a GPU",
     )
 
 

@@ -152,8 +152,9 @@ def test_a_step_takes_what_is_predicted(script: str) -> None:
 # -- offload ---------------------------------------------------------------------------
 
 
-def test_what_moves_to_the_host_comes_back(library: Path) -> None:
-    run(dummy.environment(library, gpus.find("A100 40GB")), MOVING, "there_and_back")
+@pytest.mark.parametrize("where", ["to_the_host", "behind_the_host"])
+def test_what_moves_comes_back(library: Path, where: str) -> None:
+    run(dummy.environment(library, gpus.find("A100 40GB")), MOVING, where)
 
 
 def test_a_host_that_pins_nothing_is_an_error(library: Path) -> None:
@@ -162,11 +163,16 @@ def test_a_host_that_pins_nothing_is_an_error(library: Path) -> None:
     run(there, MOVING, "nothing_pinned")
 
 
-def test_steps_that_move_tensors_take_what_is_predicted(tmp_path: Path) -> None:
+@pytest.mark.parametrize("spill", [False, True])
+def test_steps_that_move_tensors_take_what_is_predicted(
+    spill: bool, tmp_path: Path
+) -> None:
     page = tmp_path / "page.md"
     script = str(ROOT / "scripts" / "allocated_offload.py")
-    run(os.environ, script, "--only", "mlp", "-o", str(page))
-    lines = page.with_suffix(".allocated_offload.jsonl").read_text().splitlines()
+    where = ("--spill", str(tmp_path)) if spill else ()
+    run(os.environ, script, "--only", "mlp", "-o", str(page), *where)
+    name = "allocated_spill" if spill else "allocated_offload"
+    lines = page.with_suffix(f".{name}.jsonl").read_text().splitlines()
     assert len(lines) == 6
     for line in lines:
         row = json.loads(line)
