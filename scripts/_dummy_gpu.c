@@ -1,6 +1,7 @@
 /* A GPU that computes nothing: CUDA's runtime and driver, cuBLAS and cuDNN, as far as
  * torch asks for them. Memory is host pages that hardly anybody touches, kernels do
- * nothing, streams are always done. Built and explained by _dummy_gpu.py.
+ * nothing, streams are always done. Host memory is pinned in name, and counted, as are
+ * the copies between it and the device. Built and explained by _dummy_gpu.py.
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -81,15 +82,82 @@ E cudaMalloc(void **out, size_t bytes) { return take(out, bytes); }
 E cudaFree(void *at) { return give(at); }
 E cudaMallocAsync(void **out, size_t bytes, void *s) { return take(out, bytes); }
 E cudaFreeAsync(void *at, void *s) { return give(at); }
-E cudaHostAlloc(void **out, size_t bytes, unsigned f) { *out = calloc(1, bytes + 4096); return 0; }
-E cudaFreeHost(void *at) { free(at); return 0; }
 E cudaMemGetInfo(size_t *f, size_t *t) { *t = total(); *f = total() - used; return 0; }
+
+/* ---- pinned memory of the host ---- */
+typedef struct { char *at; size_t bytes; int registered; } Pinned;
+static Pinned pinned[1 << 16];
+static int num_pinned;
+static size_t pinned_bytes, registered_bytes;
+static size_t bytes_out, bytes_back; /* of copies with registered memory at one end */
+#define MOST_PINNED (int)(sizeof pinned / sizeof *pinned)
+static int pinned_at(const void *p) { /* -1: not pinned */
+  for (int i = 0; i < num_pinned; i++)
+    if ((char *)p >= pinned[i].at && (char *)p < pinned[i].at + pinned[i].bytes)
+      return i;
+  return -1;
+}
+static E pin(void *at, size_t bytes, int registered) {
+  E failed = 0;
+  pthread_mutex_lock(&lock);
+  for (int i = 0; i < num_pinned; i++)
+    if ((char *)at < pinned[i].at + pinned[i].bytes && pinned[i].at < (char *)at + bytes)
+      failed = cudaErrorHostMemoryAlreadyRegistered;
+  if (!bytes) failed = cudaErrorInvalidValue;
+  if (num_pinned == MOST_PINNED || pinned_bytes + bytes > number("DUMMY_GPU_PINNED_BYTES", -1))
+    failed = cudaErrorMemoryAllocation;
+  if (!failed) {
+    pinned[num_pinned++] = (Pinned){at, bytes, registered};
+    pinned_bytes += bytes;
+    registered_bytes += registered ? bytes : 0;
+  }
+  pthread_mutex_unlock(&lock);
+  return failed;
+}
+static E unpin(void *at, int registered) {
+  E failed = registered ? cudaErrorHostMemoryNotRegistered : cudaErrorInvalidValue;
+  pthread_mutex_lock(&lock);
+  for (int i = 0; i < num_pinned; i++)
+    if (pinned[i].at == at && pinned[i].registered == registered) {
+      pinned_bytes -= pinned[i].bytes;
+      registered_bytes -= registered ? pinned[i].bytes : 0;
+      pinned[i] = pinned[--num_pinned];
+      failed = 0;
+      break;
+    }
+  pthread_mutex_unlock(&lock);
+  return failed;
+}
+E cudaHostRegister(void *at, size_t bytes, unsigned f) { return pin(at, bytes, 1); }
+E cudaHostUnregister(void *at) { return unpin(at, 1); }
+E cudaHostAlloc(void **out, size_t bytes, unsigned f) {
+  *out = calloc(1, bytes + 4096);
+  return *out ? pin(*out, bytes ? bytes : 1, 0) : cudaErrorMemoryAllocation;
+}
+E cudaFreeHost(void *at) {
+  E failed = at ? unpin(at, 0) : 0;
+  if (!failed) free(at);
+  return failed;
+}
+/* For who measures: registered now, and copied from and to that since the process
+ * began. What torch's own allocator pins (for .item(), say) is not among it. */
+size_t dummy_gpu_registered_bytes(void) { return registered_bytes; }
+size_t dummy_gpu_bytes_out(void) { return bytes_out; }
+size_t dummy_gpu_bytes_back(void) { return bytes_back; }
+static void count(void *to, const void *from, size_t n) {
+  pthread_mutex_lock(&lock);
+  int source = pinned_at(from), target = pinned_at(to);
+  if (target >= 0 && pinned[target].registered && is_ours(from)) bytes_out += n;
+  if (source >= 0 && pinned[source].registered && is_ours(to)) bytes_back += n;
+  pthread_mutex_unlock(&lock);
+}
+
 static E copy(void *to, const void *from, size_t n) {
   if (n <= copied()) memmove(to, from, n);
   return 0;
 }
 E cudaMemcpy(void *d, const void *s, size_t n, int k) { return copy(d, s, n); }
-E cudaMemcpyAsync(void *d, const void *s, size_t n, int k, void *st) { return copy(d, s, n); }
+E cudaMemcpyAsync(void *d, const void *s, size_t n, int k, void *st) { count(d, s, n); return copy(d, s, n); }
 E cudaMemcpyPeerAsync(void *d, int a, const void *s, int b, size_t n, void *st) { return copy(d, s, n); }
 E cudaMemset(void *d, int v, size_t n) { if (n <= copied()) memset(d, v, n); return 0; }
 E cudaMemsetAsync(void *d, int v, size_t n, void *s) { return cudaMemset(d, v, n); }
@@ -97,7 +165,12 @@ static char symbols[1 << 20];
 E cudaGetSymbolAddress(void **out, const void *s) { *out = symbols; return 0; }
 E cudaPointerGetAttributes(struct cudaPointerAttributes *a, const void *p) {
   memset(a, 0, sizeof *a);
+  pthread_mutex_lock(&lock);
   if (is_ours(p)) { a->type = cudaMemoryTypeDevice; a->devicePointer = (void *)p; }
+  else if (pinned_at(p) >= 0) {
+    a->type = cudaMemoryTypeHost; a->devicePointer = a->hostPointer = (void *)p;
+  }
+  pthread_mutex_unlock(&lock);
   return 0;
 }
 
@@ -337,8 +410,6 @@ E cufftSetWorkArea(int p, void *a) { return 0; }
 E cufftXtExec(int p) { return 0; }
 E cudaDeviceEnablePeerAccess(int d, unsigned f) { return 0; }
 E cudaIpcCloseMemHandle(void *p) { return 0; }
-E cudaHostRegister(void *p) { return 0; }
-E cudaHostUnregister(void *p) { return 0; }
 /* ---- NVML, which is asked for the links between cards ---- */
 E nvmlInit_v2(void) { return 0; }
 E nvmlDeviceGetHandleByPciBusId_v2(const char *id, void **h) { return made(h); }

@@ -29,7 +29,7 @@ import subprocess
 import sys
 import tempfile
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -37,6 +37,7 @@ from typing import Any, NamedTuple, NoReturn
 import _measuring as measuring
 import torch
 from _dummy_gpu import build, environment, why_not
+from torch import nn
 
 from ckplan import gpus
 from ckplan.applying.regions import apply
@@ -267,20 +268,31 @@ def on_dummy_gpu(name: str) -> tuple[Workload, KnownValues]:
 
 def take_steps(name: str, types: str, plan: str) -> NoReturn:
     """Take steps on the GPU that is there, and say what its allocator did."""
+    leave_with(list(taken(name, types, plan)[1]))
+
+
+def taken(
+    name: str,
+    types: str,
+    plan: str,
+    spill: str | None = None,
+    *,
+    before_step: Callable[[int], None] = lambda _: None,
+) -> tuple[nn.Module, Bytes]:
+    """Take two steps of a planned workload; its model, and the second step's bytes."""
     workload, follow = on_dummy_gpu(name)
-    apply(workload.model, plan)
+    apply(workload.model, plan, spill=spill)
     step = make_step(workload, TYPES[types])
-    for _ in range(2):
+    for number in range(2):
         torch.cuda.reset_peak_memory_stats(CUDA)
+        before_step(number)
         one_step(step, follow)
         step.zero_grad()
     found = gpu_allocator_stats(CUDA)
-    leave_with(
-        [
-            found.requested_peak_bytes,
-            found.allocated_peak_bytes,
-            found.reserved_peak_bytes,
-        ]
+    return workload.model, Bytes(
+        found.requested_peak_bytes,
+        found.allocated_peak_bytes,
+        found.reserved_peak_bytes,
     )
 
 

@@ -21,7 +21,8 @@ from ckplan.applying.hooks.hooks import Chooser, ParentHooks, PathHooks, RegionH
 from ckplan.applying.hooks.matching import choices_of
 from ckplan.applying.hooks.plan_warnings import warn_of_differences
 from ckplan.applying.hooks.session import Session, hook_begin, hook_end, running
-from ckplan.applying.moving.mover import HOST, Mover
+from ckplan.applying.moving.mover import Mover
+from ckplan.applying.moving.stores import HOST
 from ckplan.applying.tiling.heads import TiledHead, check_head
 from ckplan.applying.tiling.row_calls import TiledRows, check_row_wise
 from ckplan.errors import ApplyError, PlanError
@@ -77,7 +78,7 @@ def apply(
     """
     plan = load(Path(plan)) if isinstance(plan, (str, Path)) else plan
     _check_kinds(model, plan)
-    mover = mover_for(plan, spill)
+    mover = mover_for(plan, spill, _device_of(model, plan))
     return apply_with(model, plan, mover)
 
 
@@ -116,7 +117,14 @@ def apply_with(model: nn.Module, plan: Plan, mover: Mover) -> nn.Module:
     return model
 
 
-def mover_for(plan: Plan, spill: str | Path | None) -> Mover:
+def _device_of(model: nn.Module, plan: Plan) -> str:
+    """Where a model is, or will be."""
+    devices = {p.device.type for p in model.parameters()} & {"cpu", "cuda"}
+    planned = str(plan.fingerprint.get("device", "cpu")).partition(":")[0]
+    return devices.pop() if len(devices) == 1 else planned
+
+
+def mover_for(plan: Plan, spill: str | Path | None, device_type: str) -> Mover:
     """What moves the offloaded tensors of a plan to a folder, or to the host.
 
     Raises:
@@ -126,7 +134,10 @@ def mover_for(plan: Plan, spill: str | Path | None) -> Mover:
     if not any(region.offload for region in plan.regions):
         return Mover(None)
     spill = spill or None
-    if spill is None and str(plan.fingerprint.get("device")).startswith("cuda"):
+    made = plan.predicted
+    fits_host = made is None or not made.host_bytes < made.moved_bytes
+    on_gpu = str(plan.fingerprint.get("device")).startswith("cuda")
+    if spill is None and on_gpu and fits_host:
         spill = HOST
     if spill is None:
         raise ApplyError(
@@ -135,7 +146,7 @@ def mover_for(plan: Plan, spill: str | Path | None) -> Mover:
             hint="--spill FOLDER, or ckplan.apply(model, plan, spill=FOLDER)",
         )
     place = HOST if str(spill) == HOST else Path(spill)
-    return Mover(place, plan.predicted.moved_bytes if plan.predicted else 0)
+    return Mover(place, made.moved_bytes if made else 0, device_type)
 
 
 def _check_every_call(choice: Choice) -> None:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ckplan.cli.terminal import print_message
-from ckplan.errors import CkplanError
 
 if TYPE_CHECKING:
     from ckplan.graph.graph import Graph
@@ -40,7 +39,7 @@ class LeverOptions:
         str | None,
         typer.Option(
             metavar="FOLDER",
-            help="Activations may move to a file there; on a GPU: host. Or none.",
+            help="Activations may move to a file there, or to the host of a GPU: host.",
         ),
     ] = None
     spill_rate: Annotated[
@@ -71,7 +70,7 @@ class LeverOptions:
             CkplanError: The step cannot move there, or the rate is none.
         """
         from ckplan.simulating.moving import Link, is_on_gpu
-        from ckplan.solving.offloading import host_rate
+        from ckplan.solving.offloading import behind_host, host_rate
         from ckplan.solving.solve import parse_rate
 
         rate = self.spill_rate
@@ -82,17 +81,15 @@ class LeverOptions:
         known = None if rate is None else parse_rate(rate)
         if self.offload == "host":
             return Link.of(graph, host_rate(graph, self.offload, gpu, known))
-        if is_on_gpu(graph):
-            raise CkplanError(
-                "cannot plan to offload from cuda to a file",
-                needed="a step on the CPU; tensors of a GPU move to host memory",
-                hint="--offload host",
-            )
-        if known is not None:
-            return Link.of(graph, known)
-        from ckplan.report.moving import link_words
-        from ckplan.tracing.costs.spill_rate import spill_link
+        found = _measured(self.offload) if known is None else Link(known)
+        return behind_host(graph, found, gpu) if is_on_gpu(graph) else found
 
-        found = spill_link(self.offload)
-        print_message(f"the disk of {self.offload} moves {link_words(found)}")
-        return found
+
+def _measured(folder: str) -> Link:
+    """The way to a disk, measured and told."""
+    from ckplan.report.moving import link_words
+    from ckplan.tracing.costs.spill_rate import spill_link
+
+    found = spill_link(folder)
+    print_message(f"the disk of {folder} moves {link_words(found)}")
+    return found

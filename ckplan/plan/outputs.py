@@ -73,6 +73,8 @@ def find_outputs(
     for place, name in enumerate(planned.offload, start=begin):
         for output in find("offload", name, place):
             twice = "the region keeps it as well" if output in save else ""
+            if storage_of(graph, output) in {storage_of(graph, one) for one in offload}:
+                twice = "another output in the same memory moves"
             small = graph.encoding_of[output] if output in encode else None
             why = twice or why_not_moved(graph, *output, small)
             if why:
@@ -103,6 +105,12 @@ def _find(
     return [(op, m) for m in (outputs if name.output is None else [name.output])]
 
 
+def storage_of(graph: Graph, place: tuple[int, int]) -> int:
+    """The storage of an output of an op."""
+    op, output = place
+    return graph.ops[op].outputs[output]
+
+
 def why_not_moved(
     graph: Graph, op: int, output: int, small: Encoding | None = None
 ) -> str:
@@ -114,7 +122,7 @@ def why_not_moved(
         output: The output of it.
         small: The form that moves in place of the tensor, if it is encoded first.
     """
-    number = graph.ops[op].outputs[output]
+    number = storage_of(graph, (op, output))
     storage = graph.storages[number]
     if storage.maker == BEFORE_STEP or storage.kind not in _MOVED_KINDS:
         return f"it is part of a tensor of kind {storage.kind}"
@@ -171,7 +179,7 @@ def _no_output(what: str, outputs: range) -> PlanError:
 def _no_offload(planned: PlannedRegion, name: OpName, why: str) -> PlanError:
     return PlanError(
         f"cannot offload '{name}' in region {planned.title!r}: {why}",
-        needed=f"an activation of at least {LEAST_MOVED_BYTES} B that stays as it is or "
-        "is encoded, and is not saved",
+        needed=f"an activation of {LEAST_MOVED_BYTES} B or more, that is not saved and "
+        "stays as it is or is encoded",
         hint="leave it out of offload",
     )

@@ -3,9 +3,9 @@
 The order of copies follows the order of ops alone, as ``applying/moving`` carries it
 out, so bytes do not depend on the speed of a disk:
 
-- A moved value is copied out as soon as its op has run, its encoded form if the plan
-  encodes it: that one is made at once, and takes the value's place. It is freed when the
-  ``IN_FLIGHT``-th one after it is handed over, or when the model's forward ends.
+- A moved value is copied out as soon as its op has run. It is freed when the
+  ``IN_FLIGHT``-th one after it is handed over, or when the model's forward ends. If the
+  plan encodes it as well, its encoded form is made at once and moves in its place.
 - When backward first asks a region for a dropped tensor, the last values that the
   region moved begin to come back, as many as ``IN_FLIGHT``. Whenever one of its values
   is wanted, the last ones still away follow, until as many are on their way again.
@@ -29,6 +29,9 @@ from ckplan.graph.records import OUTSIDE_CALLS
 from ckplan.simulating.effect import ENCODED, RETURNED, Effect, Interval
 from ckplan.simulating.queues import Copies, CopyEvent
 
+STAGING_BYTES = 8 * 2**20
+"""Of pinned memory, between a GPU and a file."""
+
 HOST_SPARE = 64
 """Of so many bytes of host memory, one is left over between tensors."""
 
@@ -42,6 +45,7 @@ class Link:
     busy_seconds_per_byte: float = 0.0  # that ops lose to a copy beside them, one way
     seconds_per_move: float = 0.0  # of the engine, out and back together
     slowest: Link | None = None  # the same way at its worst, as it was measured
+    to_file: bool = False  # of a GPU, behind the host; else to the host itself
 
     @staticmethod
     def of(graph: Graph, bytes_per_second: float) -> Link:
@@ -116,7 +120,10 @@ def find_moves(
         found = _events(moving, sizes, holds, begun, link)
         events = sorted(found, key=lambda one: (one.moment, one.order))
         busy = link.busy_seconds(moved_bytes, len(sizes))
-    host_bytes = host_bytes_for(moved_bytes) if is_on_gpu(graph) else 0
+    host_bytes = 0
+    if is_on_gpu(graph):
+        to_file = link is not None and link.to_file
+        host_bytes = STAGING_BYTES if to_file else host_bytes_for(moved_bytes)
     bytes_ = moved_bytes, host_bytes
     if graph.is_launched:
         return Moves(held, leaving, early, 0.0, 0.0, *bytes_, tuple(events))

@@ -24,7 +24,7 @@ from ckplan import gpus
 from ckplan.errors import CkplanError
 from ckplan.graph.graph import Graph
 from ckplan.graph.records import Encoding
-from ckplan.plan.outputs import why_not_moved
+from ckplan.plan.outputs import storage_of, why_not_moved
 from ckplan.plan.region import Region
 from ckplan.simulating.moving import Link, is_on_gpu
 from ckplan.simulating.simulate import Simulator
@@ -41,8 +41,8 @@ _TRIES = (
     *((0.02, 0.5, False), (0.02, 0.9, False), (0.02, inf, False), (1.0, inf, False)),
     *((0.02, 0.9, True), (0.02, inf, True)),
 )
-"""Share of the seconds of a copy that ops wait for, most seconds of a layer's copies, as
-a multiple of those of its forward, and whether encoded forms move, too."""
+"""Share of the seconds of a copy that ops wait for, most seconds of a layer's copies,
+as a multiple of those of its forward, and whether encoded forms move, too."""
 _SMALL = 16  # a move of so few times fewer bytes than the largest only takes its place
 
 
@@ -193,6 +193,28 @@ def host_rate(
     raise CkplanError(f"cannot plan to offload {what}", needed=needed, hint=hint)
 
 
+def behind_host(graph: Graph, disk: Link, gpu: str | None = None) -> Link:
+    """The way of a GPU's tensors to a file: the slower of its bus and the disk.
+
+    Copies go to pinned memory and on to the file, one after the other both ways. The
+    device loses nothing to the processor's part of them.
+
+    Args:
+        graph: The step, on a GPU.
+        disk: The way from host memory to the file.
+        gpu: The card; by default that of the step. The bus of an unknown one is taken
+            to be faster than the disk.
+    """
+    gpu = gpu or graph.options.get("gpu")
+    bus = inf if gpu is None else float(gpus.find(str(gpu)).link)
+
+    def slower(link: Link) -> Link:
+        return Link(min(link.bytes_per_second, bus), to_file=True)
+
+    slowest = disk.slowest
+    return replace(slower(disk), slowest=None if slowest is None else slower(slowest))
+
+
 def _tries(graph: Graph, layers: Sequence[int], link: Link) -> Iterator[Graph]:
     """The step with forms for moves, for each share and multiple; each step once."""
     seen: set[tuple[Encoding, ...]] = set()
@@ -282,6 +304,12 @@ def as_moving(simulator: Simulator, step: Graph, region: Region) -> Region:
         return region
     small = moved & simulator.graph.encoding_of.keys()
     encode = region.encode - moved | small
+    whole = {storage_of(step, place) for place in moved - small}
+    moved = frozenset(
+        place
+        for place in moved
+        if place not in small or storage_of(step, place) not in whole
+    )
     return only_wanted(simulator, replace(region, encode=encode, offload=moved))
 
 

@@ -18,7 +18,7 @@ from ckplan.simulating.moving import Link, is_on_gpu
 from ckplan.solving.card_memory import card_bytes
 from ckplan.solving.levers import GROUPS, search_with
 from ckplan.solving.memory_limit import MemoryLimit
-from ckplan.solving.offloading import host_rate
+from ckplan.solving.offloading import behind_host, host_rate
 from ckplan.solving.planner import Planner
 from ckplan.solving.reserved_limit import solve_within_limit
 from ckplan.solving.solution import FrontierPoint, Solution
@@ -90,16 +90,16 @@ def solve_plan(
             a budget, a card, or the least memory. With ``"close"``, too: also a head
             whose 16-bit logits are not cast to float32, and others whose gradients
             tiles round in another place; the plan says ``bits: close``. ``"groups"``:
-            the optimizer may update
-            groups of parameters, one after the other; then the plan's ``workload`` says
-            so, and ``update_in_groups`` does it.
+            the optimizer may update groups of parameters, one after the other; then the
+            plan's ``workload`` says so, and ``update_in_groups`` does it.
         spill_rate: A disk that activations may move to, ``ckplan.spill_link("/tmp")``,
             or its bytes per second, such as ``"2GB"``, for copies that take nothing
             from the processor; on a GPU, of the way to host memory, each way. For a
             budget, a card or the least memory. On the CPU, the plan needs
             ``apply(..., spill=FOLDER)``.
         offload: ``"host"``: activations of a GPU may move to host memory, at the rate
-            of the card in ``configs/gpus.yaml`` unless ``spill_rate`` is given.
+            of the card in ``configs/gpus.yaml`` unless ``spill_rate`` is given. A
+            folder: to a file there, whose disk has that ``spill_rate``.
 
     Raises:
         CkplanError: Not exactly one of a budget, a card, a largest overhead and a goal
@@ -235,6 +235,9 @@ def _link(
         return replace(rate, both_ways=is_on_gpu(graph))
     known = rate.bytes_per_second if isinstance(rate, Link) else rate
     found = None if known is None else parse_rate(known)
+    if offload not in (None, "host") and found is not None and is_on_gpu(graph):
+        disk = rate if isinstance(rate, Link) else Link(found)
+        return behind_host(graph, disk, gpu)
     if offload is not None:
         found = host_rate(graph, offload, gpu, found)
     return None if found is None else Link.of(graph, found)

@@ -189,7 +189,7 @@ def verify(
         )
     device_name = step_device(device, plan)
     if plan is not None:
-        mover_for(plan, spill)  # raises early
+        mover_for(plan, spill, device_name.partition(":")[0])  # raises early
     _check_cap(cap_bytes, device_name)
     counters = energy_counters(device_name) if energy else None
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 from types import SimpleNamespace
 from weakref import ref
@@ -23,15 +22,17 @@ from moving_scenes import (
     TEXT,
     WHEN,
     Scene,
+    abandoned,
     backward,
+    beside,
     build,
     goes_right,
     grown,
     held,
     leave_out,
-    mover_of,
     overwritten,
     parts,
+    two_sizes,
 )
 from torch import nn
 
@@ -80,13 +81,19 @@ class Streams:
     def record_stream(self, tensor: torch.Tensor, stream: str) -> None:
         self.recorded.append(stream)
 
+    def record(self, stream: str) -> tuple[str, int]:
+        return stream, self._ticks
+
+    def synchronize(self, event: tuple[str, int]) -> None:
+        self._run(*event)
+
     def copy_out(
-        self, stream: str, host: torch.Tensor, tensor: torch.Tensor
+        self, stream: str, host: torch.Tensor, tensor: torch.Tensor, start: int = 0
     ) -> tuple[str, int]:
         return self._begin(stream, partial(_copy_out, host, ref(tensor)))
 
     def copy_back(
-        self, stream: str, tensor: torch.Tensor, host: torch.Tensor
+        self, stream: str, tensor: torch.Tensor, host: torch.Tensor, start: int = 0
     ) -> tuple[str, int]:
         return self._begin(stream, partial(_copy_back, ref(tensor), host))
 
@@ -143,42 +150,6 @@ def planned(
     model, x = build()
     ckplan.apply(model, plan or loads(TEXT, "plan"), spill="host")
     return model, x, streams
-
-
-def beside(model: nn.Sequential, x: torch.Tensor) -> list[torch.Tensor]:
-    """Backward goes on in another stream than it began."""
-    mover = mover_of(model)
-    streams = mover._store.streams if mover else Streams("")  # type: ignore[union-attr]
-    found: list[torch.Tensor] = []
-    for _ in range(2):
-        out = model[0](x)
-        out.register_hook(lambda _: setattr(streams, "now", "side"))
-        found += backward(model, model[2](model[1](out)))
-        found.append(torch.tensor("side" in streams.recorded or mover is None))
-        streams.now = "main"
-    return found
-
-
-def abandoned(model: nn.Sequential, x: torch.Tensor) -> list[torch.Tensor]:
-    """Backwards that end while copies are on their way back, each before a step."""
-    found: list[torch.Tensor] = []
-    for place in (2, 1):
-        out = model[place].register_full_backward_hook(_fail)
-        with suppress(KeyboardInterrupt):
-            backward(model, model(x))
-        out.remove()
-        gc.collect()
-        found += backward(model, model(x))
-    return found
-
-
-def _fail(*_: object) -> None:
-    raise KeyboardInterrupt
-
-
-def two_sizes(model: nn.Sequential, x: torch.Tensor) -> list[torch.Tensor]:
-    """Steps of more rows and fewer, whose room has other places."""
-    return [g for n in (64, 17, 64, 40) for g in backward(model, model(x[:n]))]
 
 
 ALL = (*SCENES, beside, abandoned, two_sizes)

@@ -16,6 +16,7 @@ from moves import mixes, ops_of
 from moving_scenes import mover_of
 from small_models import MODELS, RUNS, build
 from torch import nn
+from torch.nn import functional
 
 import ckplan
 from ckplan.applying.moving import spill_file
@@ -331,6 +332,65 @@ def test_a_tensor_is_kept_in_one_way(tmp_path: Path) -> None:
     )
     with pytest.raises(PlanError, match="the region keeps it as well"):
         resolve(loads(text, "plan"), graph_of("residual"))
+
+
+LAYERS = 8
+
+
+class Dropping(nn.Module):
+    """Dropout of many numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 512), nn.Linear(512, 64)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self.down(functional.dropout(self.up(rows).tanh(), 0.3))
+        return rows + made
+
+
+def dropping() -> Workload:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Dropping() for _ in range(LAYERS)))
+    return Workload(model, torch.randn(512, 64), lambda out, _: out.square().mean())
+
+
+MASKS = """
+ckplan: 1
+regions:
+  - calls: '[0..7]'
+    encode: {./bernoulli_: bits}
+    offload: [up/addmm, ./bernoulli_]
+"""
+
+
+def test_the_bits_of_a_mask_move_in_its_place(tmp_path: Path) -> None:
+    plain, moved = dropping(), dropping()
+    given = moved.model, moved.batch
+    graph = ckplan.profile(*given, loss=moved.loss, optimizer="none", replay=False)
+    plan = loads(MASKS, "plan")
+    ckplan.apply(moved.model, plan, spill=tmp_path)
+    for seed in range(3):
+        assert same(step(plain, seed), step(moved, seed))
+    line = Simulator(graph).run(resolve(plan, graph))
+    numbers = 512 * 512
+    assert line.moves.moved_bytes == LAYERS * (4 * numbers + numbers // 8)
+    assert ckplan.status(moved.model).spilled_bytes == line.moves.moved_bytes
+    assert [one.recorded for one in ckplan.status(moved.model).regions] == [1] * LAYERS
+    assert measured_peak(moved) == line.peak_bytes
+    kept = loads(MASKS.replace(", ./bernoulli_]", "]"), "plan")
+    assert line.peak_bytes < Simulator(graph).run(resolve(kept, graph)).peak_bytes
+    assert describe(graph, resolve(plan, graph)) == plan.regions
+
+
+def test_two_outputs_in_the_same_memory_do_not_both_move() -> None:
+    workload = dropping()
+    graph = ckplan.profile(
+        *(workload.model, workload.batch), loss=workload.loss, replay=False
+    )
+    text = MASKS.replace("up/addmm", "./div_")
+    with pytest.raises(PlanError, match="another output in the same memory moves"):
+        resolve(loads(text, "plan"), graph)
 
 
 def test_a_value_that_nobody_wants_is_not_moved() -> None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from random import Random
 
 from ckplan.graph.graph import Graph
+from ckplan.plan.outputs import storage_of, why_not_moved
 from ckplan.plan.region import Region
 from ckplan.simulating.simulate import Simulator
 from ckplan.solving.offloading import movable, only_wanted
@@ -21,10 +22,29 @@ def moving(
     simulator: Simulator, region: Region, rng: Random, share: float = 0.5
 ) -> Region:
     """The region, moving some values that backward wants and keeping some others."""
-    places = movable(simulator.graph, ops_of(simulator.graph, region))
+    graph = simulator.graph
+    places = movable(graph, ops_of(graph, region))
     moved = {place for place in places if rng.random() < share}
     saved = {place for place in places if place not in moved and rng.random() < 0.3}
-    found = replace(region, save=frozenset(saved), offload=frozenset(moved))
+    encoded = {
+        place
+        for place in graph.encoding_of
+        if place[0] in ops_of(graph, region) and place not in moved | saved
+    }
+    taken = {storage_of(graph, place) for place in moved}
+    small = {
+        place
+        for place in encoded
+        if not why_not_moved(graph, *place, graph.encoding_of[place])
+        and storage_of(graph, place) not in taken
+        and rng.random() < share
+    }
+    found = replace(
+        region,
+        save=frozenset(saved),
+        encode=frozenset(encoded),
+        offload=frozenset(moved | small),
+    )
     return only_wanted(simulator, found)
 
 

@@ -10,6 +10,7 @@ import textwrap
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -140,6 +141,42 @@ def overwritten(model: nn.Sequential, x: torch.Tensor) -> list[torch.Tensor]:
     return [torch.tensor(len(found) and mover_of(model) is not None)]
 
 
+def beside(model: nn.Sequential, x: torch.Tensor) -> list[torch.Tensor]:
+    """Backward goes on in another stream than it began."""
+    mover = mover_of(model)
+    streams: Any = getattr(mover and mover._store, "streams", SimpleNamespace())
+    found: list[torch.Tensor] = []
+    for _ in range(2):
+        out = model[0](x)
+        out.register_hook(lambda _: setattr(streams, "now", "side"))
+        found += backward(model, model[2](model[1](out)))
+        found.append(torch.tensor(mover is None or "side" in streams.recorded))
+        streams.now = "main"
+    return found
+
+
+def abandoned(model: nn.Sequential, x: torch.Tensor) -> list[torch.Tensor]:
+    """Backwards that end while copies are on their way back, each before a step."""
+    found: list[torch.Tensor] = []
+    for place in (2, 1):
+        out = model[place].register_full_backward_hook(_fail)
+        with suppress(KeyboardInterrupt):
+            backward(model, model(x))
+        out.remove()
+        gc.collect()
+        found += backward(model, model(x))
+    return found
+
+
+def _fail(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def two_sizes(model: nn.Sequential, x: torch.Tensor) -> list[torch.Tensor]:
+    """Steps of more rows and fewer, whose room has other places."""
+    return [g for n in (64, 17, 64, 40) for g in backward(model, model(x[:n]))]
+
+
 def mover_of(model: nn.Module) -> Mover | None:
     owners = (
         getattr(one, "__self__", None) for one in model._forward_pre_hooks.values()
@@ -198,7 +235,7 @@ MOVER_LINES: dict[str, tuple[type, str, str, str]] = {
     "free room that is in use": (
         *(Room, "take", "self.free(offset + needed,", "self.free(offset,"),
     ),
-    "do not look for changes": (Mover, "settle", "raise _changed(moved)", "pass"),
+    "do not look for changes": (Mover, "settle", "raise changed_error(moved)", "pass"),
     "forget what was interrupted": (Mover, "forget", "moved.num_bytes:", "False:"),
     "hold the last one until backward": (
         *(Session, "end_step", "self.mover.settle()", "pass"),

@@ -277,7 +277,7 @@ def _captures(
 def _scaled(seen: Recorder, changed_by: Mapping[int, int], value: int) -> int:
     """The scaled result of a draw of zeros and ones: it has the same bits."""
     flow, same = seen.storages.flow, value
-    while seen.encoded[value].form == BITS and not flow.is_current(same):
+    while seen.encoded[value].form.startswith(BITS) and not flow.is_current(same):
         step = changed_by[same]
         func, args, *_ = seen.steps[step]
         if func.overloadpacket.__name__ not in _SCALINGS or not _is_factor(args[1]):

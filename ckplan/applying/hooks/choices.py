@@ -9,7 +9,8 @@ from functools import cached_property, partial
 from ckplan.applying.guards.checker import GuardChecker
 from ckplan.applying.guards.guards import make_guards
 from ckplan.applying.guards.program_cache import ProgramCache
-from ckplan.applying.moving.mover import FILE, OF_ENCODED, Mover
+from ckplan.applying.moving.moved import FILE, OF_ENCODED
+from ckplan.applying.moving.mover import Mover
 from ckplan.applying.recording.op_keys import OpKey, key_of
 from ckplan.applying.recording.recorder import Recorder
 from ckplan.graph.fqn import Call, call_name

@@ -16,6 +16,7 @@ back. Nothing here waits on the CPU: streams wait for events.
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeAlias
@@ -57,13 +58,22 @@ class AbstractStreams(Protocol):
     def record_stream(self, tensor: torch.Tensor, stream: Stream) -> None:
         """Another stream uses a tensor, too: its block waits for it when freed."""
 
+    def record(self, stream: Stream) -> Event:
+        """The event of all that a stream has begun."""
+
+    def synchronize(self, event: Event) -> None:
+        """The CPU waits for an event."""
+
     def copy_out(
-        self, stream: Stream, host: torch.Tensor, tensor: torch.Tensor
+        self, stream: Stream, host: torch.Tensor, tensor: torch.Tensor, start: int = 0
     ) -> Event:
-        """Begin to copy a tensor to pinned bytes; returns the event of its end."""
+        """Begin to copy a tensor to pinned bytes; returns the event of its end.
+
+        As many bytes as are pinned, from the tensor's byte ``start``.
+        """
 
     def copy_back(
-        self, stream: Stream, tensor: torch.Tensor, host: torch.Tensor
+        self, stream: Stream, tensor: torch.Tensor, host: torch.Tensor, start: int = 0
     ) -> Event:
         """Begin to copy pinned bytes to a tensor; returns the event of its end."""
 
@@ -109,17 +119,25 @@ class CudaStreams:
         """Another stream uses a tensor, too: its block waits for it when freed."""
         tensor.record_stream(stream)
 
+    def record(self, stream: Stream) -> Event:
+        """The event of all that a stream has begun."""
+        return stream.record_event()
+
+    def synchronize(self, event: Event) -> None:
+        """The CPU waits for an event."""
+        event.synchronize()
+
     def copy_out(
-        self, stream: Stream, host: torch.Tensor, tensor: torch.Tensor
+        self, stream: Stream, host: torch.Tensor, tensor: torch.Tensor, start: int = 0
     ) -> Event:
         """Begin to copy a tensor to pinned bytes; returns the event of its end."""
-        return self._copy(stream, host, as_bytes(tensor))
+        return self._copy(stream, host, as_bytes(tensor)[start : start + len(host)])
 
     def copy_back(
-        self, stream: Stream, tensor: torch.Tensor, host: torch.Tensor
+        self, stream: Stream, tensor: torch.Tensor, host: torch.Tensor, start: int = 0
     ) -> Event:
         """Begin to copy pinned bytes to a tensor; returns the event of its end."""
-        return self._copy(stream, as_bytes(tensor), host)
+        return self._copy(stream, as_bytes(tensor)[start : start + len(host)], host)
 
     def pin(self, num_bytes: int) -> tuple[torch.Tensor, Callable[[], None]]:
         """Pinned bytes of host memory, and what gives them back.
@@ -127,7 +145,7 @@ class CudaStreams:
         Raises:
             ApplyError: The device or the system does not pin them.
         """
-        memory = torch.empty(num_bytes, dtype=torch.uint8)
+        memory = torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=torch.uint8)  # pages
         cudart = torch.cuda.cudart()
         code = int(cudart.cudaHostRegister(memory.data_ptr(), num_bytes, 0))
         if code:
@@ -148,7 +166,7 @@ class CudaStreams:
     def _copy(stream: Stream, target: torch.Tensor, source: torch.Tensor) -> Event:
         with torch.no_grad(), torch.cuda.stream(stream):
             target.copy_(source, non_blocking=True)
-            return stream.record_event()
+            return stream.record_event(torch.cuda.Event(blocking=True))
 
 
 class _Copy(NamedTuple):
@@ -173,6 +191,8 @@ class _Copy(NamedTuple):
 class HostMemory:
     """Pinned memory, with one stream each way for every GPU."""
 
+    file_bytes = 0  # of a file
+
     def __init__(
         self, num_bytes: int = 0, streams: AbstractStreams | None = None
     ) -> None:
@@ -195,6 +215,11 @@ class HostMemory:
         self._back: dict[torch.device, Stream] = {}
         if num_bytes:
             self._pin(host_bytes_for(num_bytes))
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of pinned host memory."""
+        return self.num_bytes
 
     def allocate(self, num_bytes: int) -> int:
         """Reserve room for a tensor; returns its offset.

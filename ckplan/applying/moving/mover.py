@@ -10,31 +10,28 @@ import os
 import threading
 import warnings
 from collections import deque
-from collections.abc import Iterable
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 from weakref import ref
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ckplan import encodings
-from ckplan.applying.moving.host_memory import HostMemory
-from ckplan.applying.moving.spill_file import Jobs, SpillFile, release, wait
+from ckplan.applying.moving.moved import (
+    FILE,
+    OF_ENCODED,
+    Form,
+    Group,
+    Moved,
+    changed_error,
+    is_changed,
+)
+from ckplan.applying.moving.spill_file import Jobs, release, wait
+from ckplan.applying.moving.stores import HOST, Store, elsewhere, new_store
 from ckplan.applying.tensors.arguments import version_of
-from ckplan.encodings import Encoded
 from ckplan.errors import ApplyError
 from ckplan.simulating.moving import IN_FLIGHT
-
-FILE = "file"
-"""The form of a value that is kept in a file, or in host memory."""
-OF_ENCODED = " to "
-"""Between an encoding and ``FILE``: the encoded form moves."""
-HOST = "host"
-"""In place of a folder: the host memory of a GPU."""
-
-Form: TypeAlias = "Encoded | Moved"
-"""What is kept of a value in place of its tensor."""
 
 
 class _Remains(NamedTuple):
@@ -46,111 +43,48 @@ class _Remains(NamedTuple):
     memory: list[torch.Tensor | None]  # which the jobs may still use
 
 
-class Moved:
-    """A tensor that is elsewhere, with its size, stride and dtype."""
-
-    form = FILE
-
-    def __init__(
-        self,
-        mover: Mover,
-        number: int,
-        tensor: torch.Tensor,
-        offset: int,
-        version: int,
-        small: Encoded | None = None,
-    ) -> None:
-        """Note a tensor that begins to move.
-
-        Args:
-            mover: That moves it.
-            number: In the order of moves.
-            tensor: What moves: a value, or the data of its encoded form.
-            offset: In the file or in pinned memory.
-            version: Of the tensor, as long as it has not changed.
-            small: The encoded form.
-        """
-        self._small = None if small is None else small._replace(data=tensor[:0])
-        self.number = number  # in the order of moves
-        self.data: torch.Tensor | None = tensor  # until its copy out is over
-        self.size, self.stride = tensor.size(), tensor.stride()
-        self.dtype, self.device = tensor.dtype, tensor.device
-        self.num_bytes = tensor.untyped_storage().nbytes()
-        self.version = version  # of the tensor, as long as it has not changed
-        self.address = 0  # of its memory, as copies know it
-        self.offset = offset  # in the file or in pinned memory
-        self.jobs: Jobs = ()  # copies under way
-        self.back: torch.Tensor | None = None  # from the beginning of its copy back
-        self.group: ref[Group] | None = None
-        self.lost: ApplyError | None = None  # why it cannot come back
-        self.mover = mover
-
-    def decode(self) -> torch.Tensor:
-        """Return the tensor to memory, once."""
-        found = self.mover.fetch(self)
-        if self._small is None:
-            return found
-        return encodings.decode(self._small._replace(data=found))
-
-    def __del__(self) -> None:
-        """Leave the room in the file to later tensors."""
-        self.mover.forget(self)
-
-
-class Group:
-    """The moved tensors of one forward of a region, for its backward."""
-
-    def __init__(self, moved: Iterable[Moved]) -> None:
-        self.away = list(moved)  # in the order in which they were moved
-        self.ahead: list[Moved] = []  # on their way back, not wanted yet
-        self.begun = False  # to come back
-        mover = self.away[0].mover
-        for one in self.away:
-            one.group = ref(self)
-        self._mover = mover
-        mover.add(self)
-
-    def ask(self) -> None:
-        """Backward asks for a dropped tensor of the region."""
-        if not self.begun:
-            self._mover.begin(self)
-
-
 class Mover:
     """Moves tensors of one model; a copy of the model gets its own."""
 
-    def __init__(self, place: Path | str | None, num_bytes: int = 0) -> None:
+    def __init__(
+        self, place: Path | str | None, num_bytes: int = 0, device_type: str = "cpu"
+    ) -> None:
         """Create the file or pin the memory.
 
         Args:
             place: A folder, ``HOST``, or None: only fake tensors can be moved.
             num_bytes: Bytes of the tensors that will move, if known.
+            device_type: Where the model is. Before the first tensor is moved, the model
+                may go elsewhere.
 
         Raises:
             ApplyError: The folder cannot be written, there is no GPU, or too little
                 room.
         """
         self._place, self._num_bytes = place, num_bytes
+        self._device_type = device_type
         self._lock = threading.RLock()
         self._leaving: deque[ref[Moved]] = deque()  # the last ones handed over
         self._count = 0  # of tensors moved so far
         self._groups: list[ref[Group]] = []  # in the order of their forwards
         self._remains: deque[_Remains] = deque()
         self._process = os.getpid()
-        self._store = None if place is None else self._new_store()
+        self._store: Store | None = None
+        if place is not None:
+            self._store = new_store(place, device_type, num_bytes)
 
-    def __reduce__(self) -> tuple[type[Mover], tuple[Path | str | None, int]]:
-        return type(self), (self._place, self._num_bytes)
+    def __reduce__(self) -> tuple[type[Mover], tuple[Path | str | None, int, str]]:
+        return type(self), (self._place, self._num_bytes, self._device_type)
 
     @property
     def file_bytes(self) -> int:
         """Bytes of the file."""
-        return self._store.num_bytes if isinstance(self._store, SpillFile) else 0
+        return self._store.file_bytes if self._store else 0
 
     @property
     def host_bytes(self) -> int:
         """Bytes of pinned host memory."""
-        return self._store.num_bytes if isinstance(self._store, HostMemory) else 0
+        return self._store.host_bytes if self._store else 0
 
     def encode(
         self, form: str, tensor: torch.Tensor, *, in_place: bool = False
@@ -207,8 +141,8 @@ class Mover:
                     continue
                 try:
                     wait(moved.jobs)
-                    if _is_changed(moved, moved.data):
-                        raise _changed(moved)
+                    if is_changed(moved, moved.data):
+                        raise changed_error(moved)
                 except ApplyError as error:
                     moved.lost = error
                     if not quiet:
@@ -294,29 +228,25 @@ class Mover:
                 return
 
     def _begin_return(self, moved: Moved) -> None:
-        moved.back = torch.empty_strided(
-            moved.size, moved.stride, dtype=moved.dtype, device=moved.device
-        )
+        size, stride, dtype = moved.moves
+        moved.back = torch.empty_strided(size, stride, dtype=dtype, device=moved.device)
         if self._store:
             moved.jobs = self._store.read(moved.back, moved.offset)
 
-    def _own_store(self, tensor: torch.Tensor) -> SpillFile | HostMemory:
+    def _own_store(self, tensor: torch.Tensor) -> Store:
         """The file of this process: a fork must not write into its parent's."""
-        if self._place is None:
-            raise _elsewhere(tensor.device.type, None)
+        place, device_type = self._place, tensor.device.type
+        if place is None:
+            raise elsewhere(device_type, None)
+        if place != HOST and not self._count and device_type != self._device_type:
+            self._store, self._device_type = None, device_type
         if self._store is None or self._process != os.getpid():
-            self._store = self._new_store()
+            self._store = new_store(place, self._device_type, self._num_bytes)
             self._process = os.getpid()
             self._groups = []
-        if tensor.device.type != self._store.device_type:
-            raise _elsewhere(tensor.device.type, self._place)
+        if device_type != self._store.device_type:
+            raise elsewhere(device_type, place)
         return self._store
-
-    def _new_store(self) -> SpillFile | HostMemory:
-        assert self._place is not None, "internal error: nowhere to move to"
-        if self._place == HOST:
-            return HostMemory(self._num_bytes)
-        return SpillFile(Path(self._place), self._num_bytes)
 
 
 def decode(kept: Form) -> torch.Tensor:
@@ -347,30 +277,5 @@ def _shared(tensor: torch.Tensor) -> ApplyError:
         f"cannot move a tensor of shape {tuple(tensor.shape)}: its memory is shared "
         "with other processes",
         needed="offloaded tensors that nobody else writes to",
-        hint="leave its op out of offload",
-    )
-
-
-def _elsewhere(device: str, place: Path | str | None) -> ApplyError:
-    where = "the host" if place == HOST else "a file"
-    return ApplyError(
-        f"cannot move a tensor of {device} to {where}",
-        needed="a model on a GPU" if place == HOST else "a model on the CPU",
-        hint=f"ckplan.apply(model, plan, spill='/tmp') on the CPU, '{HOST}' on a GPU",
-    )
-
-
-def _is_changed(moved: Moved, tensor: torch.Tensor) -> bool:
-    """Whether a tensor was written to, or given other memory, while it was copied."""
-    if version_of(tensor) != moved.version:
-        return True
-    return bool(moved.address) and tensor.data_ptr() != moved.address
-
-
-def _changed(moved: Moved) -> ApplyError:
-    return ApplyError(
-        f"a tensor of shape {tuple(moved.size)} was changed in place while a plan "
-        "moved it away",
-        needed="offloaded tensors that stay as they are",
         hint="leave its op out of offload",
     )

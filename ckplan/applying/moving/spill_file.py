@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import wraps
 from pathlib import Path
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 
@@ -67,6 +67,7 @@ class SpillFile:
     """A nameless file in a folder, with a pool of threads to copy from and to it."""
 
     device_type = "cpu"
+    host_bytes = 0  # of pinned memory
 
     def __init__(self, folder: Path, num_bytes: int = 0) -> None:
         """Create the file.
@@ -87,7 +88,7 @@ class SpillFile:
         self._buffers = threading.local()
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="ckplan-spill")
         if num_bytes:
-            self.free(*self._grow(_whole_blocks(num_bytes)))
+            self.free(*self._grow(whole_blocks(num_bytes)))
 
     def __del__(self) -> None:
         """Give the room on the disk back."""
@@ -96,6 +97,11 @@ class SpillFile:
         if hasattr(self, "_descriptor"):
             os.close(self._descriptor)
 
+    @property
+    def file_bytes(self) -> int:
+        """Bytes of the file."""
+        return self.num_bytes
+
     def allocate(self, num_bytes: int) -> int:
         """Reserve room for a tensor; returns its offset.
 
@@ -103,7 +109,7 @@ class SpillFile:
             ApplyError: The disk is full.
         """
         offset = self._room.take(num_bytes)
-        return self._grow(_whole_blocks(num_bytes))[0] if offset is None else offset
+        return self._grow(whole_blocks(num_bytes))[0] if offset is None else offset
 
     def free(self, offset: int, num_bytes: int) -> None:
         """Give room in the file back, for later tensors."""
@@ -116,6 +122,25 @@ class SpillFile:
     def read(self, tensor: torch.Tensor, offset: int) -> Copies:
         """Begin to copy from the file to a tensor."""
         return self._copy(self._read, tensor, offset)
+
+    def submit(self, job: Callable[..., None], *args: Any) -> Future[None]:
+        """Begin a job on a thread of the file."""
+        return self._pool.submit(job, *args)
+
+    def put(self, view: memoryview, offset: int) -> None:
+        """Write whole blocks of an aligned buffer."""
+        done = 0
+        while done < len(view):
+            done += os.pwrite(self._descriptor, view[done:], offset + done)
+
+    def get(self, view: memoryview, offset: int) -> None:
+        """Read whole blocks to an aligned buffer."""
+        done = 0
+        while done < len(view):
+            count = os.preadv(self._descriptor, [view[done:]], offset + done)
+            if not count:
+                raise OSError(errno.EIO, "the file is shorter than what was written")
+            done += count
 
     def count(self, seconds: float) -> None:
         """Add what a copy took of the processor."""
@@ -160,19 +185,12 @@ class SpillFile:
     def _write(self, address: int, num_bytes: int, offset: int) -> None:
         view, buffer = self._buffer()
         ctypes.memmove(buffer, address, num_bytes)
-        done, stop = 0, _whole_blocks(num_bytes)
-        while done < stop:
-            done += os.pwrite(self._descriptor, view[done:stop], offset + done)
+        self.put(view[: whole_blocks(num_bytes)], offset)
 
     @_timed
     def _read(self, address: int, num_bytes: int, offset: int) -> None:
         view, buffer = self._buffer()
-        done, stop = 0, _whole_blocks(num_bytes)
-        while done < stop:
-            count = os.preadv(self._descriptor, [view[done:stop]], offset + done)
-            if not count:
-                raise OSError(errno.EIO, "the file is shorter than what was written")
-            done += count
+        self.get(view[: whole_blocks(num_bytes)], offset)
         ctypes.memmove(address, buffer, num_bytes)
 
 
@@ -213,7 +231,8 @@ def release(jobs: Jobs, memory: list[torch.Tensor | None]) -> None:
         copy.add_done_callback(look)
 
 
-def _whole_blocks(num_bytes: int) -> int:
+def whole_blocks(num_bytes: int) -> int:
+    """Bytes in whole blocks of the file."""
     return -(-num_bytes // BLOCK) * BLOCK
 
 

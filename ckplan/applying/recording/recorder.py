@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ckplan.applying.moving.mover import FILE, Form, Mover, warn_of_kept
+from ckplan.applying.moving.moved import FILE, Form
+from ckplan.applying.moving.mover import Mover, warn_of_kept
 from ckplan.applying.rebuilding.rebuilder import Rebuilder
 from ckplan.applying.rebuilding.schedule import Schedule
 from ckplan.applying.rebuilding.step import Step, depth_of

@@ -25,7 +25,8 @@ from typing import NamedTuple
 
 import torch
 
-from ckplan.applying.moving.mover import FILE, Group, Moved, Mover
+from ckplan.applying.moving.moved import FILE, Group, Moved
+from ckplan.applying.moving.mover import Mover
 from ckplan.applying.moving.spill_file import THREADS, SpillFile, wait
 from ckplan.simulating.moving import Link
 from ckplan.tracing.costs.cost_cache import cost_cache

@@ -21,6 +21,7 @@ from ckplan import gpus
 
 ROOT = Path(__file__).parents[3]
 ON_DUMMY_GPU = str(ROOT / "tests" / "helpers" / "on_dummy_gpu.py")
+MOVING = str(ROOT / "tests" / "helpers" / "moving_on_dummy_gpu.py")
 
 
 def _dummy_gpu() -> ModuleType:
@@ -146,3 +147,37 @@ def test_a_card_is_measured_as_it_goes(library: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("script", ["allocated", "workspaces"])
 def test_a_step_takes_what_is_predicted(script: str) -> None:
     run(os.environ, str(ROOT / "scripts" / f"{script}.py"), "--only", "mlp")
+
+
+# -- offload ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", ["to_the_host", "behind_the_host"])
+def test_what_moves_comes_back(library: Path, where: str) -> None:
+    run(dummy.environment(library, gpus.find("A100 40GB")), MOVING, where)
+
+
+def test_a_host_that_pins_nothing_is_an_error(library: Path) -> None:
+    there = dict(dummy.environment(library, gpus.find("A100 40GB")))
+    there["DUMMY_GPU_PINNED_BYTES"] = "0"
+    run(there, MOVING, "nothing_pinned")
+
+
+@pytest.mark.parametrize("spill", [False, True])
+def test_steps_that_move_tensors_take_what_is_predicted(
+    spill: bool, tmp_path: Path
+) -> None:
+    page = tmp_path / "page.md"
+    script = str(ROOT / "scripts" / "allocated_offload.py")
+    where = ("--spill", str(tmp_path)) if spill else ()
+    run(os.environ, script, "--only", "mlp", "-o", str(page), *where)
+    name = "allocated_spill" if spill else "allocated_offload"
+    lines = page.with_suffix(f".{name}.jsonl").read_text().splitlines()
+    assert len(lines) == 6
+    for line in lines:
+        row = json.loads(line)
+        allocated, reserved, host, out, back = row["found"]
+        assert out == back > 0
+        assert row["predicted"][0] == pytest.approx(allocated, rel=0.01)
+        assert row["predicted"][1] == pytest.approx(reserved, rel=0.03)
+        assert row["predicted"][2] == pytest.approx(host, rel=0.05)
