@@ -379,7 +379,9 @@ def test_the_bits_of_a_mask_move_in_its_place(tmp_path: Path) -> None:
     assert [one.recorded for one in ckplan.status(moved.model).regions] == [1] * LAYERS
     assert measured_peak(moved) == line.peak_bytes
     kept = loads(MASKS.replace(", ./bernoulli_]", "]"), "plan")
-    assert line.peak_bytes < Simulator(graph).run(resolve(kept, graph)).peak_bytes
+    begin = 2 * graph.num_forward + 1  # of backward
+    more = Simulator(graph).run(resolve(kept, graph)).live_bytes[begin]
+    assert more - line.live_bytes[begin] >= (LAYERS - 2) * numbers // 8
     assert describe(graph, resolve(plan, graph)) == plan.regions
 
 
