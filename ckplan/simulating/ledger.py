@@ -109,8 +109,11 @@ class Ledger:
         encoding, _ = self._encoded.get(value, (None, None))
         if encoding is None or encoding.name != MOVED:
             return None
+        was_exhausted = self.effect.exhausted >= 0
         for begins in self._returns.want(value, self.moment):
             self._begin_return(begins)
+        if self.effect.exhausted >= 0 and not was_exhausted:
+            self.effect.exhausted_tick = next(self._ticks)
         self._record_alive(self._bytes)
         self.decoded(value)
         return self._returned.pop(value)
