@@ -32,6 +32,7 @@ from ckplan.solving.offloading import (
     MovingPlanner,
     behind_host,
     host_rate,
+    movable,
     with_moves,
 )
 from ckplan.solving.planner import Planner
@@ -230,6 +231,26 @@ def test_what_returns_early_is_allocated_after_what_was_asked_for() -> None:
         asked = next(one for one in timeline.effects if one.asked == early.start)
         own = [one.start_tick for one in asked.allocated if one.form == RETURNED]
         assert early.start_tick > max(own)
+
+
+def test_an_op_that_hands_a_tensor_on_is_not_what_moves_it() -> None:
+    """As cuDNN's recurrent op does with its weights."""
+    step = on_card(5.0)
+    maker, output = movable(step, range(step.num_forward))[0]
+    ops = list(step.ops)
+    storage = ops[maker].outputs[output]
+    later = next(
+        number
+        for number, op in enumerate(ops)
+        if number > maker and storage in op.reads and op.outputs
+    )
+    found = replace(ops[later], outputs=(*ops[later].outputs, storage))
+    ops[later] = found
+    handed = replace(step, ops=tuple(ops))
+    places = movable(handed, range(handed.num_forward))
+    assert (maker, output) in places
+    assert (later, len(found.outputs) - 1) not in places
+    assert ckplan.solve(handed, "75%", offload="host", spill_rate=FAST).predicted
 
 
 class Card(MemoryLimit):
