@@ -92,7 +92,7 @@ Spill = Annotated[
     Path | None,
     typer.Option(
         metavar="FOLDER",
-        help="Where the file of offloaded tensors is, for a time; on a GPU, host.",
+        help="Where the file of offloaded tensors is, for a time; or host, of a GPU.",
     ),
 ]
 Force = Annotated[bool, typer.Option("--force", help="Overwrite a file that exists.")]

@@ -143,11 +143,11 @@ def _numbers(found: Verification) -> Table:
 
 
 def _spilled(found: Verification) -> list[tuple[str, str]]:
-    if found.host_bytes:
-        return [("offload", f"{_size(found.host_bytes)} of host memory, pinned")]
-    if not found.spilled_bytes:
-        return []
-    return [("offload", f"{_size(found.spilled_bytes)} in a file, while steps run")]
+    pinned = f"{_size(found.host_bytes)} of host memory, pinned"
+    file = f"{_size(found.spilled_bytes)} in a file, while steps run"
+    there = (found.host_bytes, pinned), (found.spilled_bytes, file)
+    words = ", and ".join(text for num_bytes, text in there if num_bytes)
+    return [("offload", words)] if words else []
 
 
 def _regions(found: AbstractOutcome) -> list[tuple[str, str]]:

@@ -89,12 +89,14 @@ def _spans(timeline: Timeline) -> Iterator[_Span]:
     yield from _workspaces(graph)
     for interval in timeline.moves.leaving:
         yield _OUTPUT, *interval[:5]
-    early = {one.storage: one.start for one in timeline.moves.early}
+    early = {one.storage: one for one in timeline.moves.early}
     for effect in timeline.effects:
         for interval in effect.allocated:
             if interval.form == RETURNED and interval.storage in early:
-                start = min(early[interval.storage], interval.start)
-                interval = interval._replace(start=start, start_tick=0)
+                begun = early[interval.storage]
+                interval = interval._replace(
+                    start=begun.start, start_tick=begun.start_tick
+                )
             phase = _BEFORE if interval.start_tick == BEFORE_OP else _OUTPUT
             yield phase, *interval[:5]
         for interval in effect.workspaces:
@@ -280,7 +282,7 @@ def _cublas_workspaces(before: Sequence[Event], timeline: Timeline) -> Iterator[
     threads = [moments[:1], [min(backward)] if backward else []]
     held = (e for e in before if graph.storages[e.block].kind == "temporary")
     for event, moment in zip(held, chain.from_iterable(threads), strict=False):
-        yield event._replace(moment=moment, phase=_BEFORE)
+        yield event._replace(moment=moment, phase=_OUTPUT, tick=1)
 
 
 def is_on_card(graph: Graph) -> bool:

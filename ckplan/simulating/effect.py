@@ -75,6 +75,7 @@ class Effect:
     returns: list[tuple[int, int]] = field(default_factory=list)  # (storage, gap)
     wants: list[tuple[int, int]] = field(default_factory=list)  # (storage, gap)
     exhausted: int = -1  # gap in which the last of them is wanted
+    exhausted_tick: int = 0  # when, within the gap
 
     def hold(self, storage: int, until: int) -> None:
         """Keep a storage alive at least to a half moment."""

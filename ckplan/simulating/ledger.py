@@ -113,8 +113,11 @@ class Ledger:
         encoding, form = self._encoded.get(value, (None, None))
         if not isinstance(encoding, MovedForm) or form is None:
             return None
+        was_exhausted = self.effect.exhausted >= 0
         for begins in self._returns.want(value, self.moment):
             self._begin_return(begins)
+        if self.effect.exhausted >= 0 and not was_exhausted:
+            self.effect.exhausted_tick = next(self._ticks)
         self._record_alive(self._bytes)
         returned = self._returned.pop(value)
         if encoding.small_bytes:

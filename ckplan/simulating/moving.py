@@ -152,8 +152,8 @@ def _early(
     begun: set[int] = set()
     intervals: list[Interval] = []
     begins: dict[int, int] = {}
-    asked = sorted([(e.asked, 0, id(e)) for e in left] + _exhausted(left))
-    for gap, exhausted, number in asked:
+    asked = sorted([(e.asked, 0, id(e), 0) for e in left] + _exhausted(left))
+    for gap, exhausted, number, tick in asked:
         if not exhausted:
             begun.add(number)
             continue
@@ -166,13 +166,14 @@ def _early(
             begins[storage] = gap
             if gap <= last:
                 size = sizes[storage]
-                early = Interval(gap, last, size, storage=storage, form=RETURNED)
-                intervals.append(early)
+                again = Interval(gap, last, size, tick, storage=storage, form=RETURNED)
+                intervals.append(again)
     return tuple(intervals), begins
 
 
-def _exhausted(effects: Sequence[Effect]) -> list[tuple[int, int, int]]:
-    return [(e.exhausted, 1, id(e)) for e in effects if e.exhausted >= 0]
+def _exhausted(effects: Sequence[Effect]) -> list[tuple[int, int, int, int]]:
+    found = (one for one in effects if one.exhausted >= 0)
+    return [(one.exhausted, 1, id(one), one.exhausted_tick) for one in found]
 
 
 def _events(

@@ -292,7 +292,9 @@ def movable(graph: Graph, ops: range) -> list[tuple[int, int]]:
     last: dict[int, tuple[int, int]] = {}
     for op in ops:
         for output, storage in enumerate(graph.ops[op].outputs):
-            if not why_not_moved(graph, op, output):
+            makes = graph.storages[storage].maker == op
+            makes = makes or storage in graph.ops[op].writes  # else it hands it on
+            if makes and not why_not_moved(graph, op, output):
                 last[storage] = op, output
     return list(last.values())
 

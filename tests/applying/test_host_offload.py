@@ -240,8 +240,8 @@ OMISSIONS: dict[str, tuple[Scene, type, str, str, str]] = {
 
 @pytest.mark.parametrize("name", OMISSIONS)
 def test_every_omission_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    scene, *what = OMISSIONS[name]
-    leave_out(monkeypatch, *what)
+    scene, owner, method, old, new = OMISSIONS[name]
+    leave_out(monkeypatch, owner, method, old, new)
     assert not is_right(scene, "late", monkeypatch)
 
 

@@ -23,11 +23,18 @@ from ckplan.graph.graph import Graph
 from ckplan.plan import file as plan_file
 from ckplan.plan.plan import Plan, PlannedRegion
 from ckplan.plan.resolve import resolve
-from ckplan.simulating.moving import Link
+from ckplan.simulating.effect import RETURNED
+from ckplan.simulating.moving import STAGING_BYTES, Link
 from ckplan.simulating.queues import CopyEvent, _with_copies
 from ckplan.simulating.simulate import Simulator, Timeline
 from ckplan.solving.memory_limit import MemoryLimit
-from ckplan.solving.offloading import MovingPlanner, host_rate, with_moves
+from ckplan.solving.offloading import (
+    MovingPlanner,
+    behind_host,
+    host_rate,
+    movable,
+    with_moves,
+)
 from ckplan.solving.planner import Planner
 from ckplan.solving.reserved_limit import _largest_fitting
 from ckplan.units import parse_budget
@@ -190,6 +197,62 @@ def test_a_card_moves_to_the_host_at_the_rate_of_its_link() -> None:
     assert plan_file.loads(plan_file.dumps(plan), "plan").predicted == plan.predicted
 
 
+def test_a_card_moves_to_a_file_at_the_slower_of_disk_and_bus() -> None:
+    plan = ckplan.solve(on_card(5.0), "75%", offload="/tmp", spill_rate=FAST)
+    assert plan.predicted
+    assert plan.predicted.moved_bytes
+    assert plan.predicted.host_bytes == STAGING_BYTES
+    bus = find("H100").link
+    disk = Link(1e9, busy_seconds_per_byte=1.0, slowest=Link(1e8))
+    slow = behind_host(on_card(), disk, "H100")
+    assert slow.bytes_per_second == 1e9
+    assert slow.slowest and slow.slowest.bytes_per_second == 1e8
+    assert not slow.busy_seconds(2**30)
+    assert not slow.both_ways
+    assert behind_host(on_card(), Link(1e15), "H100").bytes_per_second == bus
+    assert behind_host(on_card(), Link(1e15)).bytes_per_second == 1e15
+    slower, faster = (
+        Simulator(on_card(5.0), behind_host(on_card(), Link(rate)))
+        for rate in (1e6, 1e12)
+    )
+    regions = resolve(plan, slower.graph)
+    assert slower.run(regions).stall_seconds > faster.run(regions).stall_seconds
+    assert slower.run(regions).peak_bytes == faster.run(regions).peak_bytes
+
+
+def test_what_returns_early_is_allocated_after_what_was_asked_for() -> None:
+    """Both begin in one gap, in the order in which the engine begins them."""
+    step = on_card(5.0)
+    regions = [{"calls": f"{n}", "offload": ["drop/div_#1"]} for n in range(3)]
+    text = json.dumps({"ckplan": 1, "regions": regions})
+    timeline = Simulator(step).run(resolve(plan_file.loads(text, "x"), step))
+    assert len(timeline.moves.early) == 2
+    for early in timeline.moves.early:
+        asked = next(one for one in timeline.effects if one.asked == early.start)
+        own = [one.start_tick for one in asked.allocated if one.form == RETURNED]
+        assert early.start_tick > max(own)
+
+
+def test_an_op_that_hands_a_tensor_on_is_not_what_moves_it() -> None:
+    """As cuDNN's recurrent op does with its weights."""
+    step = on_card(5.0)
+    maker, output = movable(step, range(step.num_forward))[0]
+    ops = list(step.ops)
+    storage = ops[maker].outputs[output]
+    later = next(
+        number
+        for number, op in enumerate(ops)
+        if number > maker and storage in op.reads and op.outputs
+    )
+    found = replace(ops[later], outputs=(*ops[later].outputs, storage))
+    ops[later] = found
+    handed = replace(step, ops=tuple(ops))
+    places = movable(handed, range(handed.num_forward))
+    assert (maker, output) in places
+    assert (later, len(found.outputs) - 1) not in places
+    assert ckplan.solve(handed, "75%", offload="host", spill_rate=FAST).predicted
+
+
 class Card(MemoryLimit):
     """A card that has no room for plans that move."""
 
@@ -300,6 +363,14 @@ def test_the_command_offloads_to_a_folder(run: Run, folder: Path) -> None:
         loaded = plan_file.load(plan)
         assert loaded.predicted
         assert loaded.predicted.moved_bytes == found["moved_bytes"]
+    on_gpu = folder / "card.json.gz"
+    trace_file.save(on_card(5.0), on_gpu, force=False)
+    where = ("--offload", str(folder), "--spill-rate", FAST, "--force")
+    ended = run("solve", str(on_gpu), *wish[2:], *where)
+    assert ended.code == 0, ended.err
+    found = json.loads(ended.out)
+    assert found["moved_bytes"] > 0
+    assert found["host_bytes"] == STAGING_BYTES
     ended = run(*wish, "--offload", str(folder), "--spill-rate", SLOW, "--force")
     assert ended.code == 0, ended.err
     assert "nothing moves: recomputation alone is no slower" in ended.err
