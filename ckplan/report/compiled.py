@@ -54,6 +54,10 @@ def compiled_report(found: CompiledVerification) -> RenderableType:
         ("largest difference", f"{found.largest_difference:.1e}"),
         ("from uncompiled", _difference(found.largest_difference_from_eager)),
         *(("rounding alone", name) for name in found.rounding_alone),
+        *(
+            ("unplanned steps differ", f"by {by:.1e} in {name}")
+            for name, by in found.unplanned_differences.items()
+        ),
         ("step", _seconds(found.step_seconds)),
         ("step unplanned", _seconds(found.unplanned_step_seconds)),
         ("overhead", _percent(found.overhead)),

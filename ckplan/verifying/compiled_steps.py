@@ -23,10 +23,8 @@ from ckplan.compiling.step import (
     parts_of,
     under_autocast,
 )
-from ckplan.errors import CkplanError, GraphBreakError, WorkloadError
+from ckplan.errors import GraphBreakError
 from ckplan.plan.plan import COMPILED, EAGER, Plan
-from ckplan.training.allocator import log_allocations
-from ckplan.training.failures import describe_failure, location_hint
 from ckplan.training.loading import WorkloadSpec, as_spec
 from ckplan.training.workload import Workload
 from ckplan.verifying.compiled_differences import (
@@ -38,6 +36,16 @@ from ckplan.verifying.compiled_differences import (
     same_draws,
 )
 from ckplan.verifying.compiled_plans import PlannedStep, planned_step
+from ckplan.verifying.compiled_runs import (
+    CERTAIN,
+    Chance,
+    Results,
+    eager_results,
+    names_apart,
+    repeated,
+    results_of,
+    values_of,
+)
 
 _MOST_NAMES = 20
 _FAR = 0.1  # relative difference that no rounding makes
@@ -69,6 +77,10 @@ class CompiledVerification:
     largest_difference_from_eager: float | None
     # Names left out of both: float64 finds them to be rounding alone.
     rounding_alone: tuple[str, ...] = ()
+    # By how much steps without a plan differ from each other, by name. Such a value
+    # counts as equal if it has the bits of any of them, and is else left out of
+    # the largest difference if it is no further from them.
+    unplanned_differences: dict[str, float] = field(default_factory=dict)
     predicted_overhead: float | None
     overhead: float | None
     step_seconds: float | None
@@ -90,14 +102,6 @@ class CompiledVerification:
         """The same as plain values, for ``--json``."""
         wrongly = {"compiled_wrongly": self.compiled_wrongly}
         return {"passed": self.passed, **asdict(self), **wrongly}
-
-
-@dataclass(frozen=True)
-class _Results:
-    """What one step computes, and the bytes it allocates at once."""
-
-    values: dict[str, torch.Tensor]  # "loss", "gradient x", "buffer x", "random state"
-    peak_bytes: int
 
 
 def verify_compiled(
@@ -139,95 +143,35 @@ def verify_compiled(
         wanted, eager = wanted.for_code(COMPILED), wanted.for_code(EAGER)
     planned_backend = backend(wanted, progress=progress)
     planned_backend.model = type(workload.model).__name__
-    uncompiled = _eager(workload, seed)
+    uncompiled = eager_results(workload, seed)
     loss = compiled_loss
     compiled = {False: loss(workload, in_order)}
     try:
-        plain = _results(workload, compiled[False], seed)
+        plain = results_of(workload, compiled[False], seed)
     except GraphBreakError:
         loss = parted_loss
         compiled[False] = loss(workload, in_order)
-        plain = _results(workload, compiled[False], seed)
+        plain = results_of(workload, compiled[False], seed)
     bare = None
     if eager is not None:
         bare = parts_of(workload, progress)
         apply(workload.model, eager)
         loss, steps = parted_loss, 0
     compiled[True] = loss(workload, planned_backend)
-    first = {False: plain, True: _results(workload, compiled[True], seed)}
+    first = {False: plain, True: results_of(workload, compiled[True], seed)}
     chosen = planned_step(planned_backend, bare)
     remove(workload.model)
+    chance = repeated(
+        first[True].values,
+        plain.values,
+        lambda: values_of(workload, compiled[False], seed),
+        progress,
+    )
     seconds = _seconds(workload, compiled, steps, seed)
     rounding = rounding_of(amp)
     given = workload, first, uncompiled, seed
-    apart = _apart(*given, lambda one: loss(one, in_order), rounding)
-    return _judge(chosen, first, apart, seconds, rounding), chosen.plan
-
-
-def _results(
-    workload: Workload, call: Callable[[], torch.Tensor], seed: int
-) -> _Results:
-    """Results of a first step, and the peak of a second one, from the same state.
-
-    Buffers are left as they were, so that the next steps begin with them, too.
-    """
-    model = workload.model
-    buffers = {name: one.clone() for name, one in model.named_buffers()}
-
-    @torch.no_grad()
-    def restore() -> None:
-        for name, one in model.named_buffers():
-            one.copy_(buffers[name])
-
-    def step() -> torch.Tensor:
-        restore()
-        model.zero_grad(set_to_none=True)
-        torch.manual_seed(seed)
-        loss = call()
-        loss.backward()
-        return loss.detach()
-
-    values = {"loss": step().clone(), "random state": torch.get_rng_state()}
-    for name, parameter in model.named_parameters():
-        if parameter.grad is not None:
-            values[f"gradient {name}"] = parameter.grad.clone()
-    values |= {f"buffer {name}": one.clone() for name, one in model.named_buffers()}
-    model.zero_grad(set_to_none=True)
-    with log_allocations() as log:
-        step()
-    restore()
-    return _Results(values, log.peak_bytes)
-
-
-def _eager(workload: Workload, seed: int) -> _Results | None:
-    """Results of an uncompiled step; None if it draws: compiled code draws others.
-
-    Raises:
-        WorkloadError: It fails, or trains nothing.
-    """
-
-    def loss() -> torch.Tensor:
-        found = loss_of_model(workload.model, workload)
-        if not found.requires_grad:
-            raise WorkloadError(
-                "the loss requires no gradient: the step trains nothing",
-                needed="a loss that depends on a parameter with requires_grad",
-                hint="look for torch.no_grad(), .detach() or frozen parameters",
-            )
-        return found
-
-    try:
-        found = _results(workload, loss, seed)
-    except CkplanError:
-        raise
-    except Exception as error:  # whatever a model raises
-        raise WorkloadError(
-            f"the uncompiled step {describe_failure(error)}",
-            needed="a model that takes a step of training on its batch",
-            hint=location_hint(error),
-        ) from error
-    untouched = torch.Generator().manual_seed(seed).get_state()
-    return found if torch.equal(found.values["random state"], untouched) else None
+    apart = _apart(*given, lambda one: loss(one, in_order), rounding, chance)
+    return _judge(chosen, first, apart, seconds, rounding, chance), chosen.plan
 
 
 @dataclass(frozen=True)
@@ -241,11 +185,12 @@ class _Apart:
 
 def _apart(
     workload: Workload,
-    first: dict[bool, _Results],
-    eager: _Results | None,
+    first: dict[bool, Results],
+    eager: Results | None,
     seed: int,
     compiled: Callable[[Workload], Callable[[], torch.Tensor]] | None = None,
     rounding: float = ROUNDING,
+    chance: Chance = CERTAIN,
 ) -> _Apart:
     """Compare; where much differs, an exact step decides, compiled if it draws."""
     draws = eager is None
@@ -255,11 +200,13 @@ def _apart(
     far = [differences(found, other) for other in others]
     for one in far:
         one.pop("random state", None)
+    for name in chance.equal | chance.as_near:
+        far[0].pop(name, None)
     exact = None
     doubtful = {name for one in far for name, by in one.items() if by > rounding}
     if doubtful and loss_of is not None:
         exact = in_float64(
-            workload, lambda one: _results(one, loss_of(one), seed).values
+            workload, lambda one: results_of(one, loss_of(one), seed).values
         )
     if draws and exact and not same_draws(first[False].values, exact, doubtful):
         exact = None
@@ -296,15 +243,14 @@ def _seconds(
 
 def _judge(
     chosen: PlannedStep,
-    first: dict[bool, _Results],
+    first: dict[bool, Results],
     apart: _Apart,
     seconds: dict[bool, list[float]],
     rounding: float,
+    chance: Chance,
 ) -> CompiledVerification:
-    plain, planned = first[False].values, first[True].values
-    same = torch.equal
-    different = [n for n in plain if n not in planned or not same(plain[n], planned[n])]
-    different += [name for name in planned if name not in plain]
+    apart_names = names_apart(first[True].values, first[False].values)
+    different = [name for name in apart_names if name not in chance.equal]
     held_bytes, budget_bytes = chosen.held_bytes, chosen.plan.budget_bytes
     measured_bytes = held_bytes + first[True].peak_bytes
     medians = {k: statistics.median(v) if v else None for k, v in seconds.items()}
@@ -331,6 +277,7 @@ def _judge(
         rounding=rounding,
         largest_difference_from_eager=apart.from_eager,
         rounding_alone=apart.rounding_alone,
+        unplanned_differences=dict(sorted(chance.apart.items())),
         predicted_overhead=chosen.overhead,
         overhead=statistics.median(ratios) - 1 if ratios else None,
         step_seconds=medians[True],

@@ -73,6 +73,14 @@ def test_rounding_passes_and_more_does_not() -> None:
     assert not replace(FOUND, random_state_equal=False).passed
 
 
+def test_what_differs_without_a_plan_too_is_said() -> None:
+    assert "unplanned steps differ" not in shown(FOUND)
+    by_chance = replace(FOUND, unplanned_differences={"gradient a": 9e-8})
+    said = " ".join(shown(by_chance).split())
+    assert "unplanned steps differ by 9.0e-08 in gradient a" in said
+    assert by_chance.as_json()["unplanned_differences"] == {"gradient a": 9e-8}
+
+
 def test_a_step_that_torch_compiles_wrongly_is_said() -> None:
     assert "torch.compile itself" not in shown(
         replace(FOUND, largest_difference_from_eager=1e-3)

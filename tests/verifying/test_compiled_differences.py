@@ -15,7 +15,8 @@ from ckplan.verifying.compiled_differences import (
     in_float64,
     rounding_alone,
 )
-from ckplan.verifying.compiled_steps import _apart, _eager, _results
+from ckplan.verifying.compiled_runs import eager_results, results_of
+from ckplan.verifying.compiled_steps import _apart
 
 NAN, INF = float("nan"), float("inf")
 
@@ -67,12 +68,12 @@ def keys() -> Workload:
 def test_float64_decides_where_an_exact_gradient_is_zero() -> None:
     workload = keys()
     model, x = workload.model, workload.batch
-    plain = _results(workload, lambda: model(x), 0)
+    plain = results_of(workload, lambda: model(x), 0)
     # The same in another order: other rounding.
-    other = _results(workload, lambda: model(x.flip(0)), 0)
+    other = results_of(workload, lambda: model(x.flip(0)), 0)
     name = "gradient key.bias"
     assert differences(other.values, plain.values)[name] > 1e-2
-    apart = _apart(workload, {False: plain, True: other}, _eager(workload, 0), 0)
+    apart = _apart(workload, {False: plain, True: other}, eager_results(workload, 0), 0)
     assert apart.rounding_alone == (name,)
     assert apart.from_unplanned < 1e-4
     assert apart.from_eager is not None
@@ -82,7 +83,7 @@ def test_float64_decides_where_an_exact_gradient_is_zero() -> None:
 
 def test_a_wrong_gradient_is_never_rounding() -> None:
     workload = keys()
-    plain = _results(workload, lambda: workload.model(workload.batch), 0)
+    plain = results_of(workload, lambda: workload.model(workload.batch), 0)
     for name in ("gradient key.bias", "gradient query.weight"):
         for wrong in (plain.values[name] + 1e-3, plain.values[name] * NAN):
             planned = replace(plain, values={**plain.values, name: wrong})
@@ -109,7 +110,7 @@ def test_a_step_that_draws_is_judged_by_one_in_float64_that_draws_the_same() -> 
         return lambda: one.model(one.batch * (torch.rand(4, 16, 1) > 0.1))
 
     workload = keys()
-    plain = _results(workload, dropped(workload), 0)
+    plain = results_of(workload, dropped(workload), 0)
     name = "gradient key.bias"
     noise = replace(plain, values={**plain.values, name: -plain.values[name]})
     wrong = replace(plain, values={**plain.values, name: plain.values[name] + 1e-5})

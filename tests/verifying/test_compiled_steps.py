@@ -10,7 +10,8 @@ from torch import nn
 
 from ckplan.errors import WorkloadError
 from ckplan.training.workload import Workload
-from ckplan.verifying.compiled_steps import _results, verify_compiled
+from ckplan.verifying.compiled_runs import results_of
+from ckplan.verifying.compiled_steps import verify_compiled
 
 
 def test_buffers_are_as_before_when_steps_have_been_compared() -> None:
@@ -18,8 +19,8 @@ def test_buffers_are_as_before_when_steps_have_been_compared() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     x = torch.randn(8, 4)
     workload = Workload(model=model, batch=x)
-    first = _results(workload, lambda: model(x).sum(), 0)
-    second = _results(workload, lambda: model(x).sum(), 0)
+    first = results_of(workload, lambda: model(x).sum(), 0)
+    second = results_of(workload, lambda: model(x).sum(), 0)
     assert model[1].num_batches_tracked == 0
     assert first.values["buffer 1.num_batches_tracked"] == 1
     assert all(torch.equal(one, second.values[n]) for n, one in first.values.items())
