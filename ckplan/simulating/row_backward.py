@@ -21,6 +21,7 @@ class Way:
     first: dict[int, int] = field(default_factory=dict)  # op -> storage that it makes
     weights: dict[int, int] = field(default_factory=dict)  # storage -> op of forward
     hidden: int = -1
+    copies: dict[int, int] = field(default_factory=dict)  # of it by autocast -> op
     given: int = -1
     inner_gradient: int | None = None
     inner: int = -1  # storage that it makes
@@ -38,7 +39,7 @@ def follow_back(graph: Graph, call: int, number: int, way: Way) -> None:
     if op.name == CONVOLUTION_BACKWARD:
         _convolution_back(graph, call, number, way)
         return
-    if op.name == "_to_copy" and way.interior.isdisjoint(op.reads):
+    if op.name == "_to_copy" and (way.interior - way.parts).isdisjoint(op.reads):
         return  # casts the gradient of a weight, or the input's
     if op.name == "add" and way.parts.issuperset(op.reads):
         way.hidden_gradients.append(number)
@@ -94,7 +95,7 @@ def _first_gradient(graph: Graph, call: int, number: int, way: Way) -> None:
             way.parts.update(op.outputs)
             way.interior.update(op.outputs)
             return
-        if set(values) - {leaf, way.hidden}:
+        if set(values) - {leaf, way.hidden, *way.copies}:
             raise refuse_rows(graph, call, "its backward reads other tensors")
     elif way.given not in (-1, leaf):
         raise refuse_rows(graph, call, "its backward reads other tensors")
@@ -139,9 +140,10 @@ def check_gradients(graph: Graph, call: int, way: Way) -> None:
     """Check that backward is understood, and keep the input's gradient whole."""
     products = [n for n in way.hidden_gradients if graph.ops[n].name != "add"]
     sums = len(way.hidden_gradients) - len(products)
-    if products and (len(products), sums) != (len(way.first), len(way.first) - 1):
+    expected = 0 if way.copies else len(way.first) - 1
+    if products and (len(products), sums) != (len(way.first), expected):
         raise refuse_rows(graph, call, "others add to the gradient of its input")
     if len(way.leaves) != len(way.first):
         raise refuse_rows(graph, call, "gradients of its first products are not apart")
-    if way.hidden_gradients:
-        way.interior.discard(graph.ops[way.hidden_gradients[-1]].outputs[0])
+    whole = way.hidden_gradients if way.copies else way.hidden_gradients[-1:]
+    way.interior.difference_update(graph.ops[n].outputs[0] for n in whole)

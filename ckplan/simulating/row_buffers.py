@@ -151,7 +151,7 @@ def _held_by_scores(tile: _Tile) -> int:
 def columns_bytes(graph: Graph, found: RowOps, tiles: RowTiles) -> int:
     """Most bytes of the pass over columns, without the gradients that it makes."""
     cuts = tiles.of_columns(found.width)
-    whole = frozenset((found.hidden, found.given))
+    whole = found.copies | {found.hidden, found.given}
     tile = _Tile(graph, found, _longest(cuts), found.width, whole)
     if found.spatial and len(cuts) > 1:
         read = (graph.storages[s].bytes for s in graph.ops[found.product].reads[1:])

@@ -64,6 +64,7 @@ class RowOps:
     operands: frozenset[int] = frozenset()
     drawn: Drawn | None = None  # what its dropout draws
     weights: frozenset[int] = frozenset()  # storages: parameters, or casts of them
+    copies: frozenset[int] = frozenset()  # storages: of the input, by autocast
     unused: tuple[int, ...] = ()  # ops: casts of scores that nobody reads
 
     @property
@@ -100,7 +101,7 @@ def gradients_of_parameters(graph: Graph, found: RowOps) -> Iterator[int]:
 
 def row_gradients(graph: Graph, found: RowOps) -> Iterator[int]:
     """The storages of gradients that the pass over rows makes."""
-    if found.heads is not None:
+    if found.heads is not None or found.copies:
         yield from (graph.ops[number].outputs[0] for number in found.hidden_gradients)
     elif found.hidden_gradients:
         yield graph.ops[found.hidden_gradients[-1]].outputs[0]

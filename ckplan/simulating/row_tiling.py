@@ -111,7 +111,8 @@ def _keep_operands(
         for storage in held:
             last = max(storages[storage].last, until)
             storages[storage] = replace(storages[storage], last=last)
-    read = set(found.operands or {found.hidden, *found.weights & graph.casts.keys()})
+    casts = found.copies | found.weights & graph.casts.keys()
+    read = set(found.operands or {found.hidden, *casts})
     if found.drawn is not None:
         read.add(found.drawn.storage)
     for storage in (*read, found.given):

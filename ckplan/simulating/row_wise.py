@@ -46,6 +46,7 @@ def find_row_wise(graph: Graph, call: int) -> RowOps:
     lead, forward, tail = parts_of(graph, call)
     way = Way()
     known = _follow_forward(graph, call, forward, way)
+    forward = tuple(n for n in forward if n not in way.copies.values())
     inside = set(way.interior)
     before = _around(graph, call, lead, way)
     masks = {s for number in tail for s in graph.ops[number].outputs}
@@ -65,7 +66,7 @@ def find_row_wise(graph: Graph, call: int) -> RowOps:
         if graph.storages[storage].bytes != known.bytes:
             raise refuse_rows(graph, call, "gradients inside it differ in size")
     gradient = 0
-    if way.hidden_gradients:
+    if way.hidden_gradients and not way.copies:
         last = graph.ops[way.hidden_gradients[-1]].outputs[0]
         gradient = graph.storages[last].bytes
     assert known.tensor is not None
@@ -88,6 +89,7 @@ def find_row_wise(graph: Graph, call: int) -> RowOps:
         known.bytes,
         gradient,
         weights=frozenset(way.weights),
+        copies=frozenset(way.copies),
     )
 
 
@@ -118,6 +120,9 @@ def _follow_forward(
         _follow(graph, call, number, way)
     if not way.first or forward[-1] in way.first:
         raise refuse_rows(graph, call, "it is no product, ops, and a product")
+    if way.copies and len(way.copies) != len(way.first) - 1:
+        why = "some of its first products share a copy of its input"
+        raise refuse_rows(graph, call, why)
     _follow_last(graph, call, forward[-1], way)
     known = graph.storages[next(iter(way.first.values()))]
     if known.tensor is None or len(known.tensor.shape) < 2:
@@ -138,19 +143,32 @@ def _follow(graph: Graph, call: int, number: int, way: Way) -> None:
         raise refuse_rows(graph, call, "a convolution in it is not 1x1, or has groups")
     if op.name in PRODUCTS:
         values = _factors(graph, call, number, way)
-        known = {way.hidden} if way.first else values
-        if values != known or values & way.interior:
+        inputs = [way.hidden, *way.copies]  # one for each product, or one for all
+        known = {*inputs[len(way.first) :][:1]} if way.copies else {way.hidden}
+        if (values != known and way.first) or values & way.interior:
             raise refuse_rows(graph, call, "it has products after products")
-        (way.hidden,) = values
+        if not way.first:
+            (way.hidden,) = values
         way.first[number] = op.outputs[0]
-    elif op.name == "_to_copy" and way.interior.isdisjoint(op.reads):
-        why = "autocast casts its input for each of its products"
-        raise refuse_rows(graph, call, why)
+    elif op.name == "_to_copy" and _is_copy_of_input(graph, op, way):
+        way.copies[op.outputs[0]] = number
+        return
     elif (
         op.name not in ELEMENTWISE or op.writes or not way.interior.issuperset(op.reads)
     ):
         raise refuse_rows(graph, call, f"it runs {op.name}")
     way.interior.update(op.outputs)
+
+
+def _is_copy_of_input(graph: Graph, op: Op, way: Way) -> bool:
+    """Whether an op casts what the first product's input is a cast of."""
+    if way.hidden < 0 or not way.interior.isdisjoint(op.reads):
+        return False
+    maker = graph.storages[way.hidden].maker
+    return maker >= 0 and (graph.ops[maker].name, graph.ops[maker].reads) == (
+        op.name,
+        op.reads,
+    )
 
 
 def _follow_last(graph: Graph, call: int, number: int, way: Way) -> None:
@@ -179,6 +197,8 @@ def _factors(graph: Graph, call: int, number: int, way: Way) -> set[int]:
 def _reads_gradient(graph: Graph, op: Op, way: Way) -> bool:
     """Whether an op reads the whole gradient of the first products' input."""
     found = way.hidden_gradients
+    if way.copies:
+        return any(not {*graph.ops[n].outputs}.isdisjoint(op.reads) for n in found)
     if len(found) < 2 * len(way.first) - 1:  # products, and their sums
         return False
     return not {*graph.ops[found[-1]].outputs}.isdisjoint(op.reads)

@@ -54,24 +54,28 @@ def check_row_bits(
     ]
     gradient = normal(rows, outputs, *program.spatial)
 
-    def tiled(hidden: Tensor, *rest: Tensor) -> Tensor:
-        made: Tensor = RowWise.apply(hidden, program, tiles, *rest)
+    def tiled(*given: Tensor) -> Tensor:
+        made: Tensor = RowWise.apply(program, tiles, *given)
         return made
 
-    def plain(hidden: Tensor, *rest: Tensor) -> Tensor:
-        return _whole(Products(program, rest), hidden)
+    def plain(*given: Tensor) -> Tensor:
+        inputs, rest = given[: program.inputs], given[program.inputs :]
+        return _whole(Products(program, rest), inputs)
 
-    given = hidden.contiguous(memory_format=program.layout), *operands
+    hidden = hidden.contiguous(memory_format=program.layout)
+    given = *(hidden for _ in range(program.inputs)), *operands
     one, other = (_results(made, given, gradient) for made in (plain, tiled))
     return compared(one, other, torch.get_num_threads())
 
 
-def _whole(products: Products, hidden: Tensor) -> Tensor:
+def _whole(products: Products, inputs: tuple[Tensor, ...]) -> Tensor:
     """The output as autograd follows it, without tiles."""
     program = products.program
     values: dict[int, Tensor] = {}
+    left = [*reversed(inputs)]
     for number, step in enumerate(program.steps):
         if isinstance(step, Product):
+            hidden = left.pop() if len(left) > 1 else left[0]
             values[number] = products.make(step.of, hidden)
         else:
             values[number] = apply_step(step, values)

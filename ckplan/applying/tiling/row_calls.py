@@ -17,7 +17,7 @@ from ckplan.applying.tiling.handle import Tiled
 from ckplan.applying.tiling.row_noting import program_of
 from ckplan.applying.tiling.row_passes import RowWise
 from ckplan.applying.tiling.row_program import NotRowWise, RowProgram
-from ckplan.applying.tiling.row_steps import run_whole
+from ckplan.applying.tiling.row_steps import run_lead, run_whole
 from ckplan.applying.tiling.scores import FollowScores
 from ckplan.applying.tiling.watched import is_watched
 from ckplan.errors import ApplyError, PlanError, did_you_mean
@@ -75,9 +75,8 @@ class TiledRows(Tiled):
         self.tiled += 1
         self._count()
         with autocast_of(given[0].device, None):  # ops were noted with their casts
-            hidden = run_whole(program.lead, given[0])
-            operands = program.cast_operands
-            made = RowWise.apply(hidden, program, self.tiles, *operands)
+            operands = *run_lead(program, given[0]), *program.cast_operands
+            made = RowWise.apply(program, self.tiles, *operands)
             return run_whole(program.tail, made)
 
     def _by_heads(

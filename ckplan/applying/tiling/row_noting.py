@@ -76,7 +76,7 @@ class _Noting(TorchDispatchMode):
         self._casts: dict[int, Tensor] = {}  # id of autocast's copy -> its constant
         self._lead = WholeOps(given, "input", self._casts)
         self._tail: WholeOps | None = None
-        self._input: int | None = None  # of the products: a value of the lead
+        self._inputs: list[int] = []  # of the products: values of the lead
         self._hidden: dict[int, int] = {}  # id of a tensor -> step
         self._transposed: dict[int, Tensor] = {}  # id of a view -> its weight
         self._likes: dict[int, Tensor] = {}  # id of a constant -> fake
@@ -148,8 +148,6 @@ class _Noting(TorchDispatchMode):
             self._casts[id(made)] = args[0]
         elif func in TRANSPOSES and _is_matrix(self._constant(args[0])):
             self._transposed[id(made)] = self._constant(args[0])
-        elif self._input is not None and func is _aten._to_copy.default:
-            raise NotRowWise("autocast casts its input for each of its products")
         else:
             return False
         return True
@@ -165,7 +163,8 @@ class _Noting(TorchDispatchMode):
             return args[0] in self._lead
         tensors = [*_tensors((*args, *kwargs.values()))]
         known = any(one in self._lead for one in tensors)
-        return known and self._input is None and name in BEFORE_PRODUCTS
+        is_first = not self._inputs or func is _aten._to_copy.default
+        return known and is_first and name in BEFORE_PRODUCTS
 
     def _view(self, source: Tensor, made: Tensor) -> None:
         """A view of the same rows."""
@@ -211,13 +210,21 @@ class _Noting(TorchDispatchMode):
     def _check_rows(self, first: Tensor) -> None:
         """Check the input of a product; the first one tells which it is."""
         value = self._lead.rows_of(first)
-        if self._input is None:
-            self._input, self._dtype = value, first.dtype
-        if value != self._input:
+        self._inputs.append(value)
+        if len(self._inputs) == 1:
+            self._dtype = first.dtype
+        elif value != self._inputs[0] and not self._is_cast_again(value):
             raise NotRowWise("its first products are of different tensors")
         self._program.layout = format_of(first)
         if not first.is_contiguous(memory_format=format_of(first)):
             raise NotRowWise("its input is not contiguous")
+
+    def _is_cast_again(self, value: int) -> bool:
+        """Whether a value is the first products' input, cast once more."""
+        if not value or not self._inputs[0]:
+            return False
+        one, other = (self._lead.steps[n - 1] for n in (value, self._inputs[0]))
+        return one.function is _aten._to_copy.default and one == other
 
     def _elementwise(self, func: Any, args: Any, kwargs: Any, made: Tensor) -> None:
         def noted(one: Any) -> Any:
@@ -268,7 +275,10 @@ class _Noting(TorchDispatchMode):
         if isinstance(program.steps[program.result], Product):
             raise NotRowWise("it has no elementwise op between its products")
         program.dtype = self._dtype
-        program.lead = self._lead.steps[: self._input]
+        program.inputs = len(set(self._inputs))
+        if program.inputs not in (1, len(self._inputs)):
+            raise NotRowWise("some of its first products share a copy of its input")
+        program.lead = self._lead.steps[: self._inputs[0]]
         program.tail = self._tail.steps
         return program
 

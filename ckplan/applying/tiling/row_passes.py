@@ -26,12 +26,17 @@ class RowWise(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, program: RowProgram, tiles: RowTiles, *rest: Tensor
+        ctx: Any, program: RowProgram, tiles: RowTiles, *given: Tensor
     ) -> Tensor:
-        """Compute the output, [R, O] or [N, O, ...], by tiles of rows."""
-        ctx.save_for_backward(hidden, *rest)
+        """Compute the output, [R, O] or [N, O, ...], by tiles of rows.
+
+        The inputs of the first products, which have the same values, come before the
+        operands.
+        """
+        ctx.save_for_backward(*given)
         ctx.program, ctx.tiles = program, tiles
-        rows = rows_of(program, hidden)
+        rest = given[program.inputs :]
+        rows = rows_of(program, given[0])
         products = Products.like_whole(program, rest, rows)
         made = products.empty_output(rows)
         for part in program.cut_rows(tiles, len(rows)):
@@ -44,29 +49,31 @@ class RowWise(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, given: Tensor) -> tuple[Tensor | None, ...]:
         """Compute the gradients by tiles."""
-        hidden, *rest = ctx.saved_tensors
         program, tiles = ctx.program, ctx.tiles
-        rows = rows_of(program, hidden)
-        for_hidden, _, _, *wanted = ctx.needs_input_grad
-        made = None
-        if for_hidden:
-            products = Products.like_whole(program, tuple(rest), rows)
-            made = _by_rows(products, tiles, rows, given).view(hidden.shape)
+        hidden = ctx.saved_tensors[: program.inputs]
+        rest = ctx.saved_tensors[program.inputs :]
+        rows = rows_of(program, hidden[0])
+        wanted = ctx.needs_input_grad[2 + program.inputs :]
+        made: list[Tensor | None] = [None for _ in hidden]
+        if any(ctx.needs_input_grad[2 : 2 + program.inputs]):
+            products = Products.like_whole(program, rest, rows)
+            found = _by_rows(products, tiles, rows, given)
+            made = [one.view(hidden[0].shape) for one in found]
         if not any(wanted):
-            return made, None, None, *(None for _ in wanted)
+            return None, None, *made, *(None for _ in wanted)
         outs = [
             torch.empty_like(one) if is_wanted else None
             for one, is_wanted in zip(rest, wanted, strict=True)
         ]
-        _by_columns(Products(program, tuple(rest)), tiles, rows, given, outs)
-        return made, None, None, *outs
+        _by_columns(Products(program, rest), tiles, rows, given, outs)
+        return None, None, *made, *outs
 
 
 def _by_rows(
     products: Products, tiles: RowTiles, rows: Tensor, given: Tensor
-) -> Tensor:
-    """The gradient of the input."""
-    made = torch.empty_like(rows)
+) -> list[Tensor]:
+    """The gradients of the inputs."""
+    made = [torch.empty_like(rows) for _ in range(products.program.inputs)]
     for part in products.program.cut_rows(tiles, len(rows)):
         value, leaves = run_steps(products, rows[part], EVERY, tracked=True)
         edge, seen = get_gradient_edge(value), _seen(products, value)
@@ -75,7 +82,8 @@ def _by_rows(
         del seen
         gradients = list(torch.autograd.grad([edge], leaves, [inner]))
         del edge, leaves, inner
-        products.write_input_gradient(rows[part], gradients, made[part])
+        outs = [one[part] for one in made]
+        products.write_input_gradient(rows[part], gradients, outs)
     return made
 
 

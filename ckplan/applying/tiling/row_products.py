@@ -120,13 +120,16 @@ class Products:
         return self._of_input(given, value, weight)
 
     def write_input_gradient(
-        self, rows: Tensor, gradients: list[Tensor], out: Tensor
+        self, rows: Tensor, gradients: list[Tensor], outs: list[Tensor]
     ) -> None:
         """Write the gradient of rows, from those of the first products: it pops them.
 
-        Autograd adds in this order: the last product first.
+        Autograd adds in this order: the last product first. If each product has an
+        input of its own, each has an output here.
         """
-        for number, (_, of) in enumerate(reversed(self.program.first)):
+        for place, (_, of) in enumerate(reversed(self.program.first)):
+            is_apart = len(outs) > 1
+            out, number = outs[-1 - place if is_apart else 0], 0 if is_apart else place
             if self.program.spatial:
                 weight = self.operands[of.weight]
                 made = self._of_input(gradients.pop(), rows, weight)

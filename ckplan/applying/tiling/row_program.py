@@ -68,6 +68,8 @@ class RowProgram:
     steps: list[Product | Elementwise] = field(default_factory=list)
     final: Operands | None = None
     result: int = -1  # the step whose value the final product reads
+    # Of the first products: one, or for each its own copy, as autocast makes them.
+    inputs: int = 1
     spatial: tuple[int, ...] = ()  # sizes, of 1x1 convolutions in place of matrices
     layout: torch.memory_format = torch.contiguous_format  # of the products' input
     # What runs as it is, on whole tensors. Value 0 is the input, or the last product's

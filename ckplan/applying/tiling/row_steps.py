@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from ckplan.applying.tiling.row_program import (
     Cast,
     Elementwise,
     Product,
+    RowProgram,
     Value,
     values_read,
 )
@@ -62,6 +64,16 @@ def apply_step(step: Elementwise, values: dict[int, Tensor]) -> Tensor:
     kwargs = {name: given(one) for name, one in step.kwargs.items()}
     made = step.function(*map(given, step.args), **kwargs)
     return made[0] if isinstance(made, tuple) else made  # a norm, without statistics
+
+
+def run_lead(program: RowProgram, start: Tensor) -> list[Tensor]:
+    """The inputs of the first products, as autograd follows them."""
+    if program.inputs == 1:
+        return [run_whole(program.lead, start)]
+    *before, cast = program.lead
+    source = run_whole(before, start)
+    alone = replace(cast, args=(Value(0), *cast.args[1:]))
+    return [apply_step(alone, {0: source}) for _ in range(program.inputs)]
 
 
 def run_whole(steps: list[Elementwise], start: Tensor) -> Tensor:
