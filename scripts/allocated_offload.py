@@ -21,7 +21,7 @@ is computed, so bits are not compared here, nor is a link timed.
 
 Exit code 1 if allocated bytes are more than 1 % away, reserved bytes more than 3 % and
 more than one segment of 20 MiB, host memory more than 5 %; if other bytes are copied
-than planned; or if a plan moves nothing though a tensor can move.
+than planned; or if a plan moves nothing though it can lower the peak.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Row:
     budget_bytes: int
     predicted: Sequence[int]  # allocated, reserved, host, out, back, in bytes
     found: Sequence[int]  # the same; none if it did not run
-    why: str = ""  # there is nothing
+    why: str = ""  # there is nothing, or nothing moves
 
     @property
     def name(self) -> str:
@@ -98,7 +98,7 @@ class Row:
             for ours, its in pairs
             for cell in (format_bytes(ours), format_bytes(its), error(ours, its))
         ]
-        cause = allocated.CAUSES.get(self.model, "") if any(self.broken()) else ""
+        cause = allocated.CAUSES.get(self.model, "") if any(self.broken()) else self.why
         return [*start, *map(format_bytes, moved), *numbers, cause]
 
     def within(self) -> list[bool]:
@@ -123,7 +123,7 @@ class Row:
         if out != back or not 0 <= of_plan - out <= MOST_COPIED * of_plan:
             copied = f"{format_bytes(out)} are copied out and {format_bytes(back)} back"
             yield f"{self.name}: {copied}"
-        if not self.predicted[3]:
+        if not self.predicted[3] and not self.why:
             yield f"{self.name}: nothing moves"
 
 
@@ -208,8 +208,10 @@ def _rows_of_graph(
         solution = moving.solve(MemoryLimit(budget_bytes))
         if solution.regions not in known:
             known[solution.regions] = run(to_plan(graph, solution))
-        seen = known[solution.regions]
-        yield row(quarters, budget_bytes, predicted(solution), *seen)
+        found, why = known[solution.regions]
+        if floor == top:
+            why = why or "its peak is the update's, which no plan of the step lowers"
+        yield row(quarters, budget_bytes, predicted(solution), found, why)
 
 
 def _slow(graph: Graph) -> Graph:
