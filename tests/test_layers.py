@@ -51,7 +51,7 @@ ROOMS: dict[str, set[str]] = {
     | WAISTS
     | ENGINE
     | {"training", "applying.guards", "applying.rerunning"},
-    "applying.tiling": BASICS | {"plan", "applying.hooks"},
+    "applying.tiling": BASICS | {"encodings", "plan", "applying.hooks"},
     "applying": BASICS
     | WAISTS
     | {"training", "applying.moving", "applying.hooks", "applying.tiling"},
@@ -70,7 +70,8 @@ ROOMS: dict[str, set[str]] = {
     | {"tracing.faking", "tracing.recording", "tracing.costs"},
     "tracing.steps": BASICS
     | CORE
-    | {"solving", "training", "applying", "applying.tiling", "tracing.costs"},
+    | {"solving", "training", "applying", "applying.tiling", "tracing.costs"}
+    | {"tracing.faking"},
     "tracing": BASICS
     | CORE
     | {"graph.sharding", "encodings", "training", "applying", "tracing.faking"}

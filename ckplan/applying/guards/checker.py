@@ -22,8 +22,7 @@ from ckplan.applying.guards.guarded_program import (
 )
 from ckplan.applying.guards.input_checker import InputChecker
 from ckplan.applying.guards.resume import Beginning, OpenInner, resume
-from ckplan.applying.moving.moved import Form
-from ckplan.applying.moving.mover import Mover
+from ckplan.applying.moving.mover import Form, Mover
 from ckplan.applying.rebuilding.rebuilder import Rebuilder
 from ckplan.applying.recording.op_keys import OpKey, Saves
 from ckplan.applying.recording.recorder import Recorder, otherwise_saved

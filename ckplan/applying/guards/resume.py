@@ -14,7 +14,7 @@ from weakref import ref
 import torch
 
 from ckplan.applying.guards.guarded_program import GuardedProgram
-from ckplan.applying.moving.moved import Form
+from ckplan.applying.moving.mover import Form
 from ckplan.applying.rebuilding.schedule import Packed
 from ckplan.applying.recording.op_keys import Inner, Names, Saves
 from ckplan.applying.recording.recorder import Recorder

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ckplan.applying.moving.moved import Form
+from ckplan.applying.moving.mover import Form
 from ckplan.applying.recording.recorder import Recorder
 from ckplan.applying.tensors.arguments import Geometry
 from ckplan.applying.tensors.retained import Ref

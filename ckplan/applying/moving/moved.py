@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, TypeAlias
+from typing import Protocol, TypeAlias
 from weakref import ref
 
 import torch
@@ -14,17 +14,10 @@ from ckplan.applying.tensors.arguments import version_of
 from ckplan.encodings import Encoded
 from ckplan.errors import ApplyError
 
-if TYPE_CHECKING:
-    from ckplan.applying.moving.mover import Mover
-
 FILE = "file"
 """The form of a value that is kept in a file, or in host memory."""
 OF_ENCODED = " to "
 """Between an encoding and ``FILE``: the encoded form moves."""
-
-Form: TypeAlias = "Encoded | Moved"
-"""What is kept of a value in place of its tensor."""
-
 
 Geometry: TypeAlias = tuple[Sequence[int], Sequence[int], torch.dtype]
 
@@ -36,12 +29,28 @@ def geometry_of(one: torch.Tensor | Encoded) -> Geometry:
     return one.size(), one.stride(), one.dtype
 
 
+class AbstractMover(Protocol):
+    """What moves values, as they know it."""
+
+    def fetch(self, moved: Moved) -> torch.Tensor:
+        """Return what moved to memory."""
+
+    def forget(self, moved: Moved) -> None:
+        """Nobody wants a value any more."""
+
+    def add(self, group: Group) -> None:
+        """Add the values of a region whose forward is over."""
+
+    def begin(self, group: Group) -> None:
+        """Begin to return the last values of a region."""
+
+
 class Moved:
     """A value that is elsewhere, with its size, stride and dtype."""
 
     def __init__(
         self,
-        mover: Mover,
+        mover: AbstractMover,
         number: int,
         tensor: torch.Tensor,
         offset: int,

@@ -11,7 +11,7 @@ import threading
 import warnings
 from collections import deque
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 from weakref import ref
 
 import torch
@@ -21,7 +21,6 @@ from ckplan import encodings
 from ckplan.applying.moving.moved import (
     FILE,
     OF_ENCODED,
-    Form,
     Group,
     Moved,
     changed_error,
@@ -30,8 +29,12 @@ from ckplan.applying.moving.moved import (
 from ckplan.applying.moving.spill_file import Jobs, release, wait
 from ckplan.applying.moving.stores import HOST, Store, elsewhere, new_store
 from ckplan.applying.tensors.arguments import version_of
+from ckplan.encodings import Encoded
 from ckplan.errors import ApplyError
 from ckplan.simulating.moving import IN_FLIGHT
+
+Form: TypeAlias = Encoded | Moved
+"""What is kept of a value in place of its tensor."""
 
 
 class _Remains(NamedTuple):
@@ -263,8 +266,10 @@ def _is_whole(tensor: torch.Tensor) -> bool:
     return dense and tensor.nbytes == tensor.untyped_storage().nbytes() > 0
 
 
-def warn_of_kept(region: str, op: str) -> None:
-    """Warn that a tensor of a plan stays where it is."""
+def warn_of_kept(form: str, region: str, op: str) -> None:
+    """Warn that a tensor stays where it is, if its form is one that moves."""
+    if not form.endswith(FILE):
+        return
     warnings.warn(
         f"{region} keeps {op}, which the plan moves: it is no plain tensor with memory "
         "of its own; results are the same, memory is not",

@@ -16,7 +16,8 @@ from typing import TypeAlias
 
 import torch
 
-from ckplan.applying.moving.moved import Form, Group, Moved
+from ckplan.applying.moving.moved import Group, Moved
+from ckplan.applying.moving.mover import Form
 from ckplan.applying.rebuilding.schedule import Answer, Schedule
 from ckplan.applying.rebuilding.script import Code
 from ckplan.applying.tensors.random_state import random_state, set_random_state

@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ckplan.applying.moving.moved import FILE, Form
-from ckplan.applying.moving.mover import Mover, warn_of_kept
+from ckplan.applying.moving.mover import Form, Mover, warn_of_kept
 from ckplan.applying.rebuilding.rebuilder import Rebuilder
 from ckplan.applying.rebuilding.schedule import Schedule
 from ckplan.applying.rebuilding.step import Step, depth_of
@@ -332,8 +331,8 @@ class Recorder(TorchDispatchMode):
                 small = self._mover.encode(form, tensor, in_place=in_place)
                 if small is not None:
                     self.encoded[value] = small
-                elif form.endswith(FILE):
-                    warn_of_kept(self.name, str(OpName(*key)))
+                else:
+                    warn_of_kept(form, self.name, str(OpName(*key)))
 
     def pack(self, tensor: torch.Tensor) -> Kept | Dropped:
         """Keep what autograd saves, or drop it."""

@@ -13,13 +13,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ckplan.applying.tiling.row_products import format_of
 from ckplan.applying.tiling.scores import FollowScores
 from ckplan.graph.graph import Graph
 from ckplan.plan.tiles import RowTiles
 from ckplan.simulating.row_ops import RowOps
+from ckplan.tracing.faking.fake_outputs import make_fake_mode
 from ckplan.training.losses import call_model
 from ckplan.training.workload import Workload, tensors_of
 
@@ -63,7 +63,7 @@ def told_by_forward(
         return Told({}, {})
     seen: dict[str, set[torch.memory_format]] = {name: set() for name in either}
     follow = {
-        names[call]: FollowScores(RowTiles(), lambda reader: None)
+        names[call]: FollowScores(RowTiles(1, 1), lambda reader: None)
         for call in attentions
     }
     try:
@@ -77,7 +77,7 @@ def told_by_forward(
                     )
                 if name in follow:
                     until.enter_context(_followed(module, follow[name]))
-            until.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+            until.enter_context(make_fake_mode())
             until.enter_context(torch.enable_grad())
             call_model(workload)
     except Exception:
