@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from written_attention import Attention, causal, scaled
 
 import ckplan
+from ckplan.applying.tiling.scores import FollowScores
 from ckplan.errors import ApplyError
+from ckplan.plan.tiles import RowTiles
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -432,3 +434,51 @@ def test_any_masks_and_scales_give_autograds_gradients(seed: int) -> None:
     assert (handle.tiled, handle.whole) == (1, 0)
     for one, other in zip(plain, tiled, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
+
+
+class Fused(Attention):
+    """Torch's own function, with values of all samples alike."""
+
+    def forward(self, rows: Tensor, mask: Tensor | None = None) -> Tensor:
+        sizes = *rows.shape[:2], self.heads, rows.shape[-1] // self.heads
+        parts = self.inputs(rows).split(rows.shape[-1], -1)
+        first, second, values = (one.view(sizes).transpose(1, 2) for one in parts)
+        values = values[:1] if mask is None else values
+        made = F.scaled_dot_product_attention(first, second, values, dropout_p=0.3)
+        output: Tensor = self.output(made.transpose(1, 2).reshape(rows.shape))
+        return output
+
+
+@pytest.mark.parametrize("is_alike", [False, True])
+def test_numbers_of_dropout_are_drawn_once(is_alike: bool) -> None:
+    torch.manual_seed(0)
+    model = Fused(WIDTH, HEADS)
+    mask = None if is_alike else torch.zeros(1)
+    plain, state = results(model, mask), torch.get_rng_state()
+    with ckplan.tile_rows(model, "") as handle, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        tiled = results(model, mask)
+    assert handle.tiled == (not is_alike)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(map(torch.equal, plain, tiled))
+
+
+def test_a_mask_beside_a_causal_one_is_torchs_own_error() -> None:
+    model = nn.Linear(4, 4)
+    given = [torch.randn(1, 1, 3, 4, requires_grad=True) for _ in range(3)]
+    mask = torch.zeros(3, 3)
+
+    def forward(rows: Tensor) -> Tensor:
+        made: Tensor = F.scaled_dot_product_attention(
+            *given, attn_mask=mask, dropout_p=0.5, is_causal=True
+        )
+        return made + rows.sum()
+
+    model.forward = forward  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match="is_causal") as plain:
+        model(torch.zeros(1))
+    del model.forward
+    follow = FollowScores(RowTiles(2, 1), lambda reader: None)
+    with follow, pytest.raises(RuntimeError) as tiled:
+        forward(torch.zeros(1))
+    assert str(tiled.value) == str(plain.value)

@@ -120,6 +120,8 @@ class FollowScores(TorchFunctionMode):
             found = scaled_of(*args, **kwargs) if len(places) == 3 else None
             if found is None or not _are_heads(found.queries, found.keys):
                 return None
+            if not _are_values(found.keys, found.values):  # before numbers are drawn
+                return None
             made: LazyScores | None
             made = make_lazy(Source(found.queries, found.keys, self._tell))
             if found.mask is not None:
@@ -140,7 +142,9 @@ class FollowScores(TorchFunctionMode):
         if not training or not p:
             return lazy
         device = lazy.source.first.device
-        if p >= 1 or inplace or not draws_in_order(device.type):
+        if p >= 1 or inplace or not torch.is_grad_enabled():
+            return None
+        if not draws_in_order(device.type):
             return None
         shape = tuple(lazy.shape)
         heads = shape[0], shape[1] if len(shape) == 4 else 1
@@ -181,6 +185,12 @@ def _are_heads(first: Tensor, second: Any) -> bool:
         and (first.requires_grad or second.requires_grad)
         and torch.is_grad_enabled()
     )
+
+
+def _are_values(keys: Tensor, values: Tensor) -> bool:
+    """Whether values belong to keys, [..., D, K]."""
+    same = (*keys.shape[:-2], keys.shape[-1]) == values.shape[:-1]
+    return same and values.dtype == keys.dtype
 
 
 def _cast(one: Tensor) -> Tensor:

@@ -95,6 +95,8 @@ def scaled_of(
     """
     if (scale is not None and scale < 0) or query.is_nested:
         return None
+    if is_causal and attn_mask is not None:  # which torch refuses
+        return None
     given = (query, key, value, attn_mask, dropout_p, is_causal)
     if torch._fused_sdp_choice(*given, scale=scale, enable_gqa=enable_gqa) != _MATH:
         return None
