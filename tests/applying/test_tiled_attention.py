@@ -444,7 +444,9 @@ class Fused(Attention):
         parts = self.inputs(rows).split(rows.shape[-1], -1)
         first, second, values = (one.view(sizes).transpose(1, 2) for one in parts)
         values = values[:1] if mask is None else values
-        made = F.scaled_dot_product_attention(first, second, values, dropout_p=0.3)
+        made = F.scaled_dot_product_attention(
+            first, key=second, value=values, dropout_p=0.3
+        )
         output: Tensor = self.output(made.transpose(1, 2).reshape(rows.shape))
         return output
 

@@ -37,6 +37,7 @@ from ckplan.applying.tiling.written_out import contraction_of, scaled_of
 from ckplan.plan.tiles import RowTiles
 
 _T = torch.Tensor
+_SCALED = "query", "key", "value", "attn_mask", "dropout_p", "is_causal"
 _MATMUL = frozenset({_T.matmul, _T.__matmul__, torch.matmul, torch.bmm, _T.bmm})
 
 
@@ -76,7 +77,8 @@ class FollowScores(TorchFunctionMode):
         elif func is torch.einsum and len(args) == 3 and not kwargs:
             found = self._sum_over_indices(*args)
         elif func is F.scaled_dot_product_attention:
-            found = self._run_scaled(args, kwargs)
+            named = zip(_SCALED, args, strict=False)
+            found = self._run_scaled({**dict(named), **kwargs})
         elif func is F.dropout and args and is_open(args[0]):
             found = self._drop(*args, **kwargs)
         elif func in FOLLOWED and args:
@@ -111,13 +113,14 @@ class FollowScores(TorchFunctionMode):
             return None
         return made if is_same else made.permute(found.made)
 
-    def _run_scaled(self, args: Any, kwargs: Any) -> Tensor | None:
+    def _run_scaled(self, given: dict[str, Any]) -> Tensor | None:
         """Torch's own attention, where no fused kernel runs it."""
-        device = args[0].device
-        places = [n for n in range(min(len(args), 3)) if is_plain(args[n])]
-        args = [_cast(one) if n in places else one for n, one in enumerate(args)]
-        with autocast_of(device, None):
-            found = scaled_of(*args, **kwargs) if len(places) == 3 else None
+        operands = {name: given.get(name) for name in _SCALED[:3]}
+        if not all(map(is_plain, operands.values())):
+            return None
+        cast = {name: _cast(one) for name, one in operands.items() if one is not None}
+        with autocast_of(cast["query"].device, None):
+            found = scaled_of(**{**given, **cast})
             if found is None or not _are_heads(found.queries, found.keys):
                 return None
             if not _are_values(found.keys, found.values):  # before numbers are drawn
