@@ -4,7 +4,7 @@ A step with calls in tiles is another graph (``simulating/tiled_regions.py``), w
 solved like any other. The cheapest plan over a few sets of tiles is taken, of which one
 is none. Tiles only add time, so a set that alone costs more than a plan that was found
 is not searched. MLPs in tiles cost more than their hidden values rebuilt, so they are
-tried only where the smallest peak of plans without them is in such an MLP. The bound
+tried only where the smallest peak of plans without them is in one of them. The bound
 holds for schedules of all steps that are tried.
 """
 
@@ -89,15 +89,10 @@ class TilingPlanner:
             tries += [_Try(planner, tiled, link, base) for tiled in sets]
         return sorted(tries, key=lambda one: one.least_overhead)
 
-    @cached_property
-    def _in_rows(self) -> frozenset[int]:
-        """Every call that can run in tiles of rows."""
-        return frozenset(one.call for one in (self._rows or ((),))[-1])
-
     @property
     def floor_bytes(self) -> int:
         """The smallest peak of any plan found."""
-        needed = (one for one in self._tries if one.is_needed(self._in_rows))
+        needed = (one for one in self._tries if one.is_needed)
         return min(one.floor_bytes for one in needed)
 
     def within(self, budget_bytes: int) -> ReplayedPlan | None:
@@ -106,8 +101,7 @@ class TilingPlanner:
         for one in self._tries:
             if best is not None and one.least_overhead > best[0].overhead:
                 break
-            needed = one.is_needed(self._in_rows)
-            plan = one.search.within(budget_bytes) if needed else None
+            plan = one.search.within(budget_bytes) if one.is_needed else None
             if plan is None:
                 continue
             regions = _together(plan[1], one.tiled)
@@ -130,7 +124,7 @@ class TilingPlanner:
         def solved(one: _Try) -> Solution | None:
             if least and one.least_overhead > min(least):
                 return None
-            if not one.is_needed(self._in_rows):
+            if not one.is_needed:
                 return None
             solution = one.solve(limit)
             if one.tiled:
@@ -191,9 +185,16 @@ class _Try:
         planner = Planner(self._graph) if self.tiled else self._planner
         return planner if self._link is None else MovingPlanner(planner, self._link)
 
-    def is_needed(self, calls: frozenset[int]) -> bool:
-        """Whether it is worth a search; asked last, since the answer costs another."""
-        return self._base is None or not calls.isdisjoint(self._base.around_peak)
+    @cached_property
+    def is_needed(self) -> bool:
+        """Whether it is worth a search: the smallest peak without it is in its calls.
+
+        Asked last, since the answer costs another search.
+        """
+        if self._base is None:
+            return True
+        more = {*self.tiled} - {*self._base.tiled}
+        return not self._base.around_peak.isdisjoint(one.call for one in more)
 
     @cached_property
     def around_peak(self) -> frozenset[int]:

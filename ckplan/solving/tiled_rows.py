@@ -1,8 +1,9 @@
 """MLPs and attentions that can run in tiles, and the sets of them to choose from.
 
-Equal calls run in tiles together. Gradients of parameters pile up in backward while
-activations go, so the peak is often in its last part: in the first layers. So a quarter
-of the layers, the first ones, is a set of its own, which costs a quarter of the time.
+Equal calls run in tiles together. The smallest peak is in one of them: often in the
+first layers, as gradients of parameters pile up in backward while activations go, or in
+the last ones, before their activations go. So each quarter of the layers is a set of
+its own, which costs a quarter of the time and leaves the others to be rebuilt whole.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from ckplan.simulating.row_wise import find_row_wise
 from ckplan.simulating.tiling import runs_whole, tested
 
 ROW_COUNT = 8  # tiles of rows, and of columns
-_PART = 4  # of the layers, the first ones
+_PARTS = 4  # of the layers
 
 
 def find_tileable_rows(
@@ -34,8 +35,8 @@ def find_tileable_rows(
         close: Whether results may be rounded in another place.
 
     Returns:
-        Of the calls with the largest hidden values, the first quarter and all; all that
-        can, if there are others. Nothing if no call can run in tiles.
+        Of the calls with the largest hidden values, each quarter and all; all that can,
+        if there are others. Nothing if no call can run in tiles.
     """
     groups: dict[Hashable, list[Region]] = {}
     sizes: dict[Hashable, int] = {}
@@ -52,8 +53,9 @@ def find_tileable_rows(
         return ()
     largest = groups[max(sizes, key=lambda kind: sizes[kind])]
     every = sorted((one for of in groups.values() for one in of), key=lambda o: o.call)
-    sets = largest[: -(-len(largest) // _PART)], largest, every
-    return tuple(dict.fromkeys(map(tuple, sets)))
+    size = -(-len(largest) // _PARTS)
+    parts = (largest[n : n + size] for n in range(0, len(largest), size))
+    return tuple(dict.fromkeys(map(tuple, (*parts, largest, every))))
 
 
 def row_wise_calls(graph: Graph) -> dict[int, RowOps]:

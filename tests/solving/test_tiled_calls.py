@@ -215,10 +215,18 @@ def test_calls_whose_rows_are_not_apart_are_not_offered() -> None:
     assert str(error.value).count("\n") == 2
 
 
-def test_sets_of_equal_mlps_are_a_first_part_and_all() -> None:
-    first, both = find_tileable_rows(step())
-    assert (len(first), len(both)) == (1, 2)
-    assert both[: len(first)] == first
+def test_sets_of_equal_mlps_are_each_part_and_all() -> None:
+    first, last, both = find_tileable_rows(step())
+    assert (len(first), len(last)) == (1, 1)
+    assert both == (*first, *last)
+
+
+def test_the_part_around_the_peak_is_searched() -> None:
+    search = TilingPlanner(Planner(step()))
+    around = next(one for one in search._tries if not one.tiled).around_peak
+    searched = [one.tiled for one in search._tries if one.tiled and one.is_needed]
+    assert len(searched) == 2  # one of both parts, and all
+    assert all(around & {region.call for region in tiled} for tiled in searched)
 
 
 def test_solve_says_what_is_in_tiles_and_why(run: Run, folder: Path) -> None:
@@ -276,7 +284,7 @@ def test_sets_of_tiles_are_searched_only_when_no_cheaper_plan_fits(
 def test_plans_are_those_of_a_search_of_every_set() -> None:
     planner = Planner(step())
     lazy, search = TilingPlanner(planner), TilingPlanner(planner)
-    every = [one for one in search._tries if one.is_needed(search._in_rows)]
+    every = [one for one in search._tries if one.is_needed]
     assert len(every) == 3
     unplanned = planner.unplanned.peak_bytes
     for peak in (95 * unplanned // 100, 45 * unplanned // 100, search.floor_bytes):
