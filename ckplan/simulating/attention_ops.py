@@ -60,7 +60,9 @@ def find_attention(graph: Graph, call: int) -> RowOps:
     scores = graph.storages[graph.ops[found.forward[0]].outputs[0]]
     assert scores.tensor is not None
     rows, queries, keys = scores.tensor.shape
-    drawn = Drawn(found.draw, found.mask, rows, queries * keys)
+    drawn = None
+    if found.draw >= 0:
+        drawn = Drawn(found.draw, found.mask, rows, queries * keys)
     return RowOps(
         tuple(found.forward),
         (found.forward[0],),
@@ -80,7 +82,7 @@ def find_attention(graph: Graph, call: int) -> RowOps:
         0,
         _heads(graph, found, rows),
         frozenset(found.operands),
-        drawn if found.draw >= 0 else None,
+        drawn,
         unused=tuple(found.unused),
     )
 

@@ -23,20 +23,16 @@ class Drawn(NamedTuple):
     @property
     def bytes(self) -> int:
         """Bytes of the bits."""
-        return self.heads * self._words * _WORD // 8
+        return self.unpacked_bytes(self.heads) // 8
 
     def unpacked_bytes(self, heads: int) -> int:
         """Bytes of the truth values of some heads, with padding."""
-        return heads * self._words * _WORD
+        return heads * -(-self.size // _WORD) * _WORD
 
     def drawing_bytes(self, heads: int) -> int:
         """Most bytes while those of some heads are drawn and packed."""
-        packed = heads * self._words * _WORD // 8
-        return heads * self.size + self.unpacked_bytes(heads) + packed
-
-    @property
-    def _words(self) -> int:
-        return -(-self.size // _WORD)
+        unpacked = self.unpacked_bytes(heads)
+        return heads * self.size + unpacked + unpacked // 8
 
 
 @dataclass(frozen=True)

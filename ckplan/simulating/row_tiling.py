@@ -7,12 +7,12 @@ first two of backward, for the gradient of the input and for those of weights.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import chain
 
 from ckplan.graph.graph import Graph
-from ckplan.graph.records import Encoding, Hazard, Op, Saved, Storage, Workspace
+from ckplan.graph.records import Hazard, Op, Saved, Storage, Workspace
 from ckplan.plan.tiles import RowTiles
 from ckplan.simulating.attention_ops import held_by_scores
 from ckplan.simulating.row_buffers import columns_bytes, forward_bytes, rows_bytes
@@ -188,18 +188,16 @@ def _packed(graph: Graph, found: RowOps, tiles: RowTiles) -> Op:
     op = graph.ops[found.drawn.op]
     most = max(one.stop - one.start for one in found.cut_rows(tiles))
     space = found.drawn.drawing_bytes(most)
-    more = sum(one.encode_seconds for one in _encodings(graph, found.drawn))
-    return replace(op, workspace=Workspace((), (space,)), seconds=op.seconds + more)
+    small = graph.encoding_of.get((found.drawn.op, 0))
+    seconds = op.seconds + (small.encode_seconds if small else 0.0)
+    return replace(op, workspace=Workspace((), (space,)), seconds=seconds)
 
 
 def _unpacked(graph: Graph, drawn: Drawn) -> Op:
     """What makes the mask of dropout again, in place of drawing it."""
-    seconds = sum(one.decode_seconds for one in _encodings(graph, drawn))
+    small = graph.encoding_of.get((drawn.op, 0))
+    seconds = small.decode_seconds if small else 0.0
     return replace(graph.ops[drawn.op], flops=0, seconds=seconds)
-
-
-def _encodings(graph: Graph, drawn: Drawn) -> Iterator[Encoding]:
-    return (one for one in graph.encodings if one.op == drawn.op)
 
 
 def _half(op: Op) -> Op:

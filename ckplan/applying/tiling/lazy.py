@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from ckplan.applying.tiling.autocast import autocast_of
 from ckplan.errors import ApplyError
 
 _T = torch.Tensor
@@ -127,7 +128,7 @@ class Logits:
                 if one.parent is None or one.step is None:
                     one.whole = self.run_head()
                 else:
-                    with torch.autocast(self.hidden.device.type, enabled=False):
+                    with autocast_of(self.hidden.device, None):
                         one.whole = one.step.run(one.parent.whole)
         self.is_whole = True
 

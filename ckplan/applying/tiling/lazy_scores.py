@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_map_only
 
 from ckplan.applying.tiling.attention import Step, changed
-from ckplan.applying.tiling.autocast import cast_dtype
+from ckplan.applying.tiling.autocast import autocast_of, cast_dtype
 from ckplan.errors import ApplyError
 
 _T = torch.Tensor
@@ -71,8 +71,7 @@ class Source:
             return
         self.check()
         self.tell_reader(reader)
-        device = self.first.device.type
-        with torch.enable_grad(), torch.autocast(device, enabled=False):
+        with torch.enable_grad(), autocast_of(self.first.device, None):
             for one in (reference() for reference in self.made):
                 if one is not None and one.parent is not None and one.step is not None:
                     one.whole = one.step.run(one.parent.whole)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ckplan.applying.tiling.autocast import autocast_of
 from ckplan.applying.tiling.passes import (
     Head,
     RowGradients,
@@ -64,7 +65,7 @@ class _RowValues(torch.autograd.Function):
         ahead = expected if ctx.needs_input_grad[0] else None
         made = None if ahead is None else torch.empty_like(hidden)
         head = make_head(hidden, weight, bias)
-        with _without_autocast(hidden):
+        with autocast_of(hidden.device, None):
             values, totals = by_tokens(head, ahead, made)
         ctx.make_head, ctx.is_ahead = make_head, ahead is not None
         kept = (hidden, weight, bias, head.sum_weight, made, totals)
@@ -89,7 +90,7 @@ class _RowValues(torch.autograd.Function):
         )
         del rows
         for_hidden, for_weight, for_bias = ctx.needs_input_grad[:3]
-        with _without_autocast(hidden):
+        with autocast_of(hidden.device, None):
             if not (ctx.is_ahead and _are_equal(given, RowGradients(*expected))):
                 made = None
                 if for_hidden or head.has_sums:
@@ -111,7 +112,3 @@ def _are_equal(given: RowGradients, expected: RowGradients) -> bool:
     return all(
         one is None or other is None or torch.equal(one, other) for one, other in pairs
     )
-
-
-def _without_autocast(like: Tensor) -> Any:
-    return torch.autocast(like.device.type, enabled=False)

@@ -123,10 +123,11 @@ class FollowScores(TorchFunctionMode):
             found = scaled_of(**{**given, **cast})
             if found is None or not _are_heads(found.queries, found.keys):
                 return None
-            if not _are_values(found.keys, found.values):  # before numbers are drawn
-                return None
             made: LazyScores | None
             made = make_lazy(Source(found.queries, found.keys, self._tell))
+            is_same = found.values.dtype == made.dtype
+            if not is_same or not _fit(made, found.values):  # before numbers are drawn
+                return None
             if found.mask is not None:
                 made = follow_op(torch.add, (made, found.mask), {})
             if made is not None:
@@ -150,8 +151,8 @@ class FollowScores(TorchFunctionMode):
         if not draws_in_order(device.type):
             return None
         shape = tuple(lazy.shape)
-        heads = shape[0], shape[1] if len(shape) == 4 else 1
-        mask = draw_mask(shape, 1 - p, self.tiles.of_heads(*heads), device)
+        parts = self.tiles.of_heads(*Attention(shape, ()).heads)
+        mask = draw_mask(shape, 1 - p, parts, device)
         step = Step(drop, 0, (mask, 1 - p), {}, lazy.dtype, (mask._version,))
         return make_lazy(lazy.source, lazy, step)
 
@@ -159,8 +160,7 @@ class FollowScores(TorchFunctionMode):
         """The product with values, if there is a softmax and heads are the same."""
         source = lazy.source
         has_softmax = any(one.function in SOFTMAX for one in lazy.steps)
-        fits = (*lazy.shape[:-2], lazy.shape[-1]) == values.shape[:-1]
-        if not has_softmax or not fits or not torch.is_grad_enabled():
+        if not has_softmax or not _fit(lazy, values) or not torch.is_grad_enabled():
             return None
         values, dtype = _cast(values), cast_dtype(values.device)
         if dtype not in (None, lazy.dtype):
@@ -190,10 +190,9 @@ def _are_heads(first: Tensor, second: Any) -> bool:
     )
 
 
-def _are_values(keys: Tensor, values: Tensor) -> bool:
-    """Whether values belong to keys, [..., D, K]."""
-    same = (*keys.shape[:-2], keys.shape[-1]) == values.shape[:-1]
-    return same and values.dtype == keys.dtype
+def _fit(scores: Tensor, values: Tensor) -> bool:
+    """Whether values, [..., K, D], are of the heads and keys of scores, [..., Q, K]."""
+    return (*scores.shape[:-2], scores.shape[-1]) == values.shape[:-1]
 
 
 def _cast(one: Tensor) -> Tensor:
