@@ -49,6 +49,17 @@ def graph() -> Graph:
     return ckplan.profile(*given, loss=workload.loss, optimizer="none", replay=False)
 
 
+def check_nothing_moves(found: Plan, plain: Plan) -> None:
+    """Recomputation alone: the same plan, or one of the other searches, if cheaper."""
+    assert found.predicted and plain.predicted
+    assert not any(region.offload for region in found.regions)
+    assert not found.predicted.moved_bytes
+    if found.regions != plain.regions:
+        assert found.predicted.overhead <= plain.predicted.overhead
+    else:
+        assert found.predicted == plain.predicted
+
+
 @pytest.mark.parametrize("budget", ["90%", "75%"])
 def test_a_fast_disk_makes_plans_cheaper_and_a_slow_one_is_left_alone(
     budget: str, tmp_path: Path
@@ -57,7 +68,7 @@ def test_a_fast_disk_makes_plans_cheaper_and_a_slow_one_is_left_alone(
         ckplan.solve(graph(), budget, spill_rate=rate) for rate in (None, FAST, SLOW)
     )
     assert plain.predicted and fast.predicted and slow.predicted
-    assert (slow.regions, slow.predicted) == (plain.regions, plain.predicted)
+    check_nothing_moves(slow, plain)
     assert fast.predicted.overhead < plain.predicted.overhead
     assert fast.predicted.moved_bytes
     assert fast.bound["any_schedule"] <= fast.predicted.overhead
@@ -112,8 +123,8 @@ def test_a_disk_that_never_waits_is_left_alone_where_moves_take_too_much(
     plain = ckplan.solve(graph(), "75%")
     planner = MovingPlanner(Planner(graph()), link)
     found = ckplan.solve(graph(), "75%", spill_rate=link)
-    assert (found.regions, found.predicted) == (plain.regions, plain.predicted)
-    assert plain.predicted and plain.budget_bytes is not None
+    check_nothing_moves(found, plain)
+    assert plain.budget_bytes is not None
     cheapest = planner.within(plain.budget_bytes)
     assert cheapest and not cheapest[0].moves.moved_bytes
     freely = ckplan.solve(graph(), "75%", spill_rate=replace(link, slowest=None))
