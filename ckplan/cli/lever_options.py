@@ -30,7 +30,7 @@ class LeverOptions:
     allow: Annotated[
         list[Lever] | None,
         typer.Option(
-            help="tiles: head and loss, MLPs, attentions may run in tiles; close: "
+            help="tiles: head and loss, MLPs, attentions, norms may run so; close: "
             "also where that rounds gradients in another place; groups: the optimizer "
             "may update groups of parameters."
         ),

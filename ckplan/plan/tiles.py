@@ -35,6 +35,12 @@ BEFORE_PRODUCTS = (
 )
 """Ops that an MLP may run before its first product, on the whole input."""
 
+IN_NORMS = ELEMENTWISE | {"sqrt", "rsqrt", "reciprocal", "_to_copy"}
+"""Ops of a norm that is written out, beside the sums of its rows."""
+
+STATISTICS = frozenset({"mean", "sum", "var"})
+"""Ops that sum up a row of a norm's input."""
+
 _ROWS = 32  # smallest tile of tokens, or of rows; cuts lie at multiples
 _COLUMNS = 64  # same, for the vocabulary, or for columns
 # Same, for samples of convolutions and for heads: kernels for one may be others.

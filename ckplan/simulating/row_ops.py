@@ -80,6 +80,25 @@ class RowOps:
         ends = {self.inner_gradient, *self.hidden_gradients}
         return frozenset(ends & {*self.weight_gradients})
 
+    @property
+    def in_rows(self) -> tuple[int, ...]:
+        """Ops of the pass that makes the input's gradient."""
+        return (*self._again, *self.hidden_gradients)
+
+    @property
+    def in_columns(self) -> tuple[int, ...]:
+        """Ops of the pass that makes gradients of weights."""
+        return (*self._again, *self.weight_gradients)
+
+    @property
+    def _again(self) -> tuple[int, ...]:
+        return (*self.forward[:-1], self.inner_gradient, *self.elementwise)
+
+    @property
+    def has_gradients_apart(self) -> bool:
+        """Whether the input has more than one gradient, which autograd adds."""
+        return self.heads is not None or bool(self.copies)
+
     def cut_rows(self, tiles: RowTiles) -> list[slice]:
         """The tiles of rows."""
         if self.heads is not None:
@@ -97,7 +116,7 @@ def gradients_of_parameters(graph: Graph, found: RowOps) -> Iterator[int]:
 
 def row_gradients(graph: Graph, found: RowOps) -> Iterator[int]:
     """The storages of gradients that the pass over rows makes."""
-    if found.heads is not None or found.copies:
+    if found.has_gradients_apart:
         yield from (graph.ops[number].outputs[0] for number in found.hidden_gradients)
     elif found.hidden_gradients:
         yield graph.ops[found.hidden_gradients[-1]].outputs[0]

@@ -81,6 +81,6 @@ def refuse_rows(graph: Graph, call: int, why: str) -> PlanError:
     return PlanError(
         f"cannot tile {graph.calls[call]} by rows: {why}",
         needed="an MLP: norms, products with parameters, elementwise ops, a product; "
-        "or an attention that no fused kernel runs",
+        "an attention that no fused kernel runs; or a norm that is written out",
         hint="leave this call out of the plan",
     )

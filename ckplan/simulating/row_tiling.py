@@ -15,6 +15,8 @@ from ckplan.graph.graph import Graph
 from ckplan.graph.records import Hazard, Op, Saved, Storage, Workspace
 from ckplan.plan.tiles import RowTiles
 from ckplan.simulating.attention_ops import held_by_scores
+from ckplan.simulating.norm_buffers import norm_bytes
+from ckplan.simulating.norm_ops import NormOps
 from ckplan.simulating.row_buffers import columns_bytes, forward_bytes, rows_bytes
 from ckplan.simulating.row_ops import (
     Drawn,
@@ -150,19 +152,19 @@ def _set_passes(
 ) -> None:
     """Give ops the seconds, FLOPs and workspaces of tiles."""
     for_rows, for_columns = passes
-    again = (*found.forward[:-1], found.inner_gradient, *found.elementwise)
     rows = len(found.cut_rows(tiles))
     runs: dict[int, tuple[tuple[int, ...], int]] = {
         found.product: (found.forward, rows)
     }
-    spaces = {found.product: forward_bytes(graph, found, tiles)}
+    in_forward, in_rows, in_columns = _bytes_of_passes(graph, found, tiles)
+    spaces = {found.product: in_forward}
     if for_rows is not None:
-        runs[for_rows] = ((*again, *found.hidden_gradients), rows)
-        spaces[for_rows] = rows_bytes(graph, found, tiles)
+        runs[for_rows] = (found.in_rows, rows)
+        spaces[for_rows] = in_rows
     if for_columns is not None:
         columns = len(tiles.of_columns(found.width))
-        runs[for_columns] = ((*again, *found.weight_gradients), columns)
-        spaces[for_columns] = columns_bytes(graph, found, tiles)
+        runs[for_columns] = (found.in_columns, columns)
+        spaces[for_columns] = in_columns
     numbers = sorted({*found.forward, *found.backward, *found.unused})
     mine = [ops[number] for number in numbers]
     costs = {number: graph.ops[number] for number in numbers}
@@ -180,6 +182,19 @@ def _set_passes(
         ops[found.product] = replace(last, launch_seconds=more)
     else:
         ops[found.product] = replace(last, seconds=last.seconds + _NOTING_SECONDS)
+
+
+def _bytes_of_passes(
+    graph: Graph, found: RowOps, tiles: RowTiles
+) -> tuple[int, int, int]:
+    """Most bytes in forward, in the pass over rows, and in that over columns."""
+    if isinstance(found, NormOps):
+        return norm_bytes(graph, found, tiles)
+    return (
+        forward_bytes(graph, found, tiles),
+        rows_bytes(graph, found, tiles) if found.hidden_gradients else 0,
+        columns_bytes(graph, found, tiles) if found.weight_gradients else 0,
+    )
 
 
 def _packed(graph: Graph, found: RowOps, tiles: RowTiles) -> Op:

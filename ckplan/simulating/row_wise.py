@@ -14,6 +14,7 @@ from ckplan.graph.graph import Graph
 from ckplan.graph.records import Op, Storage
 from ckplan.plan.tiles import ELEMENTWISE
 from ckplan.simulating.attention_ops import find_attention
+from ckplan.simulating.norm_ops import find_norm, is_norm
 from ckplan.simulating.row_backward import Way, check_gradients, follow_back
 from ckplan.simulating.row_ops import RowOps
 from ckplan.simulating.row_parts import (
@@ -32,7 +33,7 @@ _FIRST_BACK = ("mm", "sum", CONVOLUTION_BACKWARD)
 
 
 def find_row_wise(graph: Graph, call: int) -> RowOps:
-    """Find the ops of a row-wise call, or of an attention that is written out.
+    """Find the ops of a row-wise call, or of an attention or norm in ops of its own.
 
     Args:
         graph: A step.
@@ -43,6 +44,13 @@ def find_row_wise(graph: Graph, call: int) -> RowOps:
     """
     if has_attention(graph, call):
         return find_attention(graph, call)
+    if is_norm(graph, call):
+        return find_norm(graph, call)
+    return _find_products(graph, call)
+
+
+def _find_products(graph: Graph, call: int) -> RowOps:
+    """Find the ops of products with elementwise ops between."""
     lead, forward, tail = parts_of(graph, call)
     way = Way()
     known = _follow_forward(graph, call, forward, way)

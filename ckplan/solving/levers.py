@@ -7,7 +7,7 @@ search, draws its trade-off, and simulates what frameworks do with the same leve
 ``offload all``      every value of every layer that can move moves, the rest is rebuilt
 ``save_on_cpu``      the same, each copy waited for (``torch.autograd.graph``)
 ``chunked loss``     the head and its loss in 8 tiles, and nothing else
-``tiled MLPs``       every MLP and attention in 8 tiles, and nothing else
+``tiled MLPs``       every MLP, attention and norm in 8 tiles, and nothing else
 ``fused loss``       ``torch.nn.functional.linear_cross_entropy`` by chunks
 ===================  ==================================================================
 """

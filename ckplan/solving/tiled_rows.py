@@ -1,4 +1,4 @@
-"""MLPs and attentions that can run in tiles, and the sets of them to choose from.
+"""MLPs, attentions, norms that can run in tiles, and sets of them to choose from.
 
 Equal calls run in tiles together. The smallest peak is in one of them: often in the
 first layers, as gradients of parameters pile up in backward while activations go, or in
@@ -15,6 +15,7 @@ from ckplan.graph.graph import Graph
 from ckplan.plan.hazards import refuse_hazards
 from ckplan.plan.region import TILES, Region
 from ckplan.plan.tiles import CLOSE_BITS, SAME_BITS, RowTiles
+from ckplan.simulating.norm_ops import NormOps
 from ckplan.simulating.row_ops import RowOps
 from ckplan.simulating.row_wise import find_row_wise
 from ckplan.simulating.tiling import runs_whole, tested
@@ -71,11 +72,14 @@ def row_wise_calls(graph: Graph) -> dict[int, RowOps]:
             continue
         try:
             refuse_hazards(graph, Region(call, TILES, tiles=RowTiles()))
-            found[call] = find_row_wise(graph, call)
+            ops = find_row_wise(graph, call)
         except PlanError:
             continue
         if around is not None:
+            if isinstance(ops, NormOps):
+                continue
             del found[around]
+        found[call] = ops
     number_of: dict[str, int] = {}
     for one in graph.calls:
         number_of[one.fqn] = number_of.get(one.fqn, 0) + 1

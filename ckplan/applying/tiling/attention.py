@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.autograd.graph import get_gradient_edge
 
 from ckplan.applying.tiling.autocast import autocast_of
+from ckplan.applying.tiling.once import differentiated_once
 from ckplan.errors import ApplyError
 from ckplan.plan.tiles import RowTiles
 
@@ -171,7 +171,7 @@ class _ByHeads(torch.autograd.Function):
         return made
 
     @staticmethod
-    @once_differentiable
+    @differentiated_once
     def backward(ctx: Any, given: Tensor) -> tuple[Tensor | None, ...]:
         first, second, values, *masks = ctx.saved_tensors
         program = ctx.program.with_masks(masks)

@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ckplan.applying.tiling.autocast import autocast_of
+from ckplan.applying.tiling.once import differentiated_once
 from ckplan.errors import ApplyError
 
 _T = torch.Tensor
@@ -240,7 +240,7 @@ class _Node(torch.autograd.Function):
         return made
 
     @staticmethod
-    @once_differentiable
+    @differentiated_once
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         logits, needed = ctx.logits, ctx.needs_input_grad[3:]
         sources: tuple[Tensor | None, ...]

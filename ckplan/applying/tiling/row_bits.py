@@ -1,14 +1,17 @@
-"""Whether tiles of an MLP give autograd's own bits: tested, not assumed."""
+"""Whether tiles of a call give autograd's own bits: tested, not assumed."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from ckplan.applying.tiling.attention import Attention, Step, run_attention
 from ckplan.applying.tiling.bits import Bits, compared
+from ckplan.applying.tiling.norm_passes import run_norm
+from ckplan.applying.tiling.norm_program import NormProgram
 from ckplan.applying.tiling.row_passes import RowWise
 from ckplan.applying.tiling.row_products import Products
 from ckplan.applying.tiling.row_program import Product, RowProgram
@@ -132,6 +135,44 @@ def check_attention_bits(
         for is_copied in (False, True)
     ]
     return max(found, key=lambda bits: (bool(bits.where), bits.difference))
+
+
+def check_norm_bits(
+    program: NormProgram,
+    *,
+    device: torch.device,
+    tiles: RowTiles,
+    seed: int = 0,
+) -> Bits:
+    """Compare a written-out norm in tiles with that of autograd, on random values.
+
+    Args:
+        program: What the norm computes.
+        device: Where to test.
+        tiles: Numbers of tiles.
+        seed: Of the random values; the state of the generators is kept.
+
+    Returns:
+        ``same``, or ``close`` with the largest difference.
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(shape: tuple[int, ...], of: torch.dtype) -> Tensor:
+        return torch.randn(shape, generator=generator).to(device, of)
+
+    hidden = normal(program.shape, program.given)
+    gradient = normal(program.shape, program.dtype)
+    operands = [normal(tuple(one.shape), one.dtype) for one in program.operands]
+
+    def plain(given: Tensor, *rest: Tensor) -> Tensor:
+        return program.run([given] * program.uses, rest)
+
+    def tiled(given: Tensor, *rest: Tensor) -> Tensor:
+        return run_norm(replace(program, operands=rest), tiles, given)
+
+    given = hidden, *operands
+    one, other = (_results(made, given, gradient) for made in (plain, tiled))
+    return compared(one, other, torch.get_num_threads())
 
 
 def _results(

@@ -14,6 +14,8 @@ from torch.nn.modules import module as torch_module
 from ckplan.applying.hooks.choices import Choice
 from ckplan.applying.tiling.autocast import autocast_of
 from ckplan.applying.tiling.handle import Tiled
+from ckplan.applying.tiling.norm_passes import run_norm
+from ckplan.applying.tiling.norm_program import NormProgram
 from ckplan.applying.tiling.row_noting import program_of
 from ckplan.applying.tiling.row_passes import RowWise
 from ckplan.applying.tiling.row_program import NotRowWise, RowProgram
@@ -75,6 +77,8 @@ class TiledRows(Tiled):
         self.tiled += 1
         self._count()
         with autocast_of(given[0].device, None):  # ops were noted with their casts
+            if isinstance(program, NormProgram):
+                return run_norm(program, self.tiles, given[0])
             operands = *run_lead(program, given[0]), *program.cast_operands
             made = RowWise.apply(program, self.tiles, *operands)
             return run_whole(program.tail, made)
@@ -122,7 +126,7 @@ def _noted(
     forward: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-) -> RowProgram:
+) -> RowProgram | NormProgram:
     """What a call computes, if its rows are apart."""
     given = (*args, *kwargs.values())
     _check_input(given)
@@ -176,7 +180,7 @@ def _is_same(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 
 def check_row_wise(name: str, module: nn.Module) -> None:
-    """Refuse modules that can hold neither products with parameters nor an attention.
+    """Refuse modules that can hold no products, attention or norm of their own.
 
     Raises:
         PlanError: It is one of torch's own without parameters, such as an activation.
@@ -187,7 +191,7 @@ def check_row_wise(name: str, module: nn.Module) -> None:
     raise PlanError(
         f"cannot tile {name or '.'}: a {type(module).__name__} has no parameters",
         needed="an MLP: products with parameters, and elementwise ops between; or an "
-        "attention that is written out",
+        "attention or a norm that is written out",
         hint="leave this call out of the plan",
     )
 
@@ -195,13 +199,14 @@ def check_row_wise(name: str, module: nn.Module) -> None:
 def tile_rows(
     model: nn.Module, name: str, *, tiles: tuple[int, int] = (8, 8)
 ) -> TiledRows:
-    """Run an MLP or an attention in tiles: hidden values, or scores, are never whole.
+    """Run an MLP, an attention or a norm in tiles: what is inside is never whole.
 
     An MLP is a module that multiplies its one input by matrices of parameters, applies
     elementwise ops to the products, and multiplies the result by one more; or all are
     1x1 convolutions. In an attention that is written out, from queries and keys to a
-    product with values, scores are never whole: tiles of rows are tiles of heads. What
-    a call computes is looked at every time. A call that computes anything else, runs
+    product with values, scores are never whole: tiles of rows are tiles of heads. A
+    norm that is written out has sums of its rows, and elementwise ops. What a call
+    computes is looked at every time. A call that computes anything else, runs
     without gradients, or that modes or hooks inside would see, runs as it is; where
     gradients are on, a warning says why.
 

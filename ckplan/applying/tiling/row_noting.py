@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ckplan.applying.tiling.autocast import autocast_of, cast_dtype
+from ckplan.applying.tiling.norm_program import NormProgram, norm_of
 from ckplan.applying.tiling.row_around import (
     TRANSPOSES,
     VIEWS,
@@ -37,7 +38,7 @@ _aten = torch.ops.aten
 _MATRIX_PRODUCTS = (_aten.mm.default, _aten.addmm.default)
 
 
-def program_of(forward: Callable[..., Any], given: Tensor) -> RowProgram:
+def program_of(forward: Callable[..., Any], given: Tensor) -> RowProgram | NormProgram:
     """Note what a forward computes of a tensor, without computing it.
 
     Args:
@@ -47,7 +48,7 @@ def program_of(forward: Callable[..., Any], given: Tensor) -> RowProgram:
     Raises:
         NotRowWise: It is more than products of the rows with constant matrices, or
             1x1 convolutions, elementwise ops between, and what may run as it is before
-            and after.
+            and after; and it is no norm that is written out.
     """
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     # Else autocast would keep fake copies of parameters for later ops.
@@ -72,7 +73,7 @@ class _Noting(TorchDispatchMode):
 
     def __init__(self, given: Tensor) -> None:
         super().__init__()
-        self._program = RowProgram()
+        self._program, self._given = RowProgram(), given
         self._casts: dict[int, Tensor] = {}  # id of autocast's copy -> its constant
         self._lead = WholeOps(given, "input", self._casts)
         self._tail: WholeOps | None = None
@@ -260,8 +261,11 @@ class _Noting(TorchDispatchMode):
         self._program.operands.append(tensor)
         return len(self._program.operands) - 1
 
-    def finish(self, made: Any) -> RowProgram:
-        """The program, if the forward returned its last product."""
+    def finish(self, made: Any) -> RowProgram | NormProgram:
+        """The program, if the forward returned its last product, or a norm."""
+        functions = {op[0] for op in self._ops}
+        if functions.isdisjoint((*_MATRIX_PRODUCTS, _aten.convolution.default)):
+            return norm_of(self._ops, self._given, made)
         program = self._program
         self._is_of_convolutions = all(
             op[0] not in _MATRIX_PRODUCTS for op in self._ops

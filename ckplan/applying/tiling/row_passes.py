@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.autograd.graph import get_gradient_edge
 
+from ckplan.applying.tiling.once import differentiated_once
 from ckplan.applying.tiling.row_products import EVERY, Products, rows_of
 from ckplan.applying.tiling.row_program import RowProgram
 from ckplan.applying.tiling.row_steps import run_steps
@@ -46,7 +46,7 @@ class RowWise(torch.autograd.Function):
         return made
 
     @staticmethod
-    @once_differentiable
+    @differentiated_once
     def backward(ctx: Any, given: Tensor) -> tuple[Tensor | None, ...]:
         """Compute the gradients by tiles."""
         program, tiles = ctx.program, ctx.tiles

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ckplan.applying.tiling.autocast import autocast_of
+from ckplan.applying.tiling.once import differentiated_once
 from ckplan.applying.tiling.passes import (
     Head,
     RowGradients,
@@ -76,7 +76,7 @@ class _RowValues(torch.autograd.Function):
         return values.picked, hidden.new_zeros(()) if sums is None else sums
 
     @staticmethod
-    @once_differentiable
+    @differentiated_once
     def backward(
         ctx: Any, picked: Tensor | None, sums: Tensor | None
     ) -> tuple[Tensor | None, ...]:

@@ -18,14 +18,21 @@ from typing import NamedTuple
 
 import torch
 
-from ckplan.applying.tiling import check_attention_bits, check_row_bits
+from ckplan.applying.tiling import (
+    Bits,
+    check_attention_bits,
+    check_norm_bits,
+    check_row_bits,
+)
 from ckplan.applying.tiling.autocast import autocast_of
+from ckplan.applying.tiling.norm_program import NormProgram
 from ckplan.applying.tiling.row_noting import program_of
 from ckplan.applying.tiling.row_program import NotRowWise, RowProgram
 from ckplan.graph.graph import Graph
 from ckplan.graph.records import RUNS_WHOLE, TensorType, TiledBits
 from ckplan.plan.tiles import RowTiles
 from ckplan.simulating.attention_ops import attention_sizes
+from ckplan.simulating.norm_ops import NormOps
 from ckplan.simulating.row_ops import RowOps
 from ckplan.solving.tiled_rows import (
     ROW_COUNT,
@@ -45,6 +52,7 @@ from ckplan.tracing.steps.fake_forward import (
 from ckplan.tracing.steps.tiled_bits import LONGEST_SECONDS, MARGIN
 from ckplan.training.failures import first_line
 from ckplan.training.free_memory import free_bytes
+from ckplan.training.step import AMP
 from ckplan.training.warm_up import warm_up_vector_kernels
 from ckplan.training.workload import Workload
 
@@ -135,7 +143,7 @@ def _test_each(
 ) -> dict[int, Cost | _NotTested]:
     """Call -> its difference, in place of seconds; or why there is no test."""
     found: dict[int, Cost | _NotTested] = {}
-    programs: dict[int, list[RowProgram] | _NotTested] = {}
+    programs: dict[int, list[RowProgram | NormProgram] | _NotTested] = {}
     for call in wanted:
         why = _too_large(graph, calls[call], device)
         if why:
@@ -173,14 +181,14 @@ def _programs(
     layouts: dict[str, Layouts],
     calls: dict[int, RowOps],
     wanted: list[int],
-) -> dict[int, list[RowProgram] | _NotTested]:
+) -> dict[int, list[RowProgram | NormProgram] | _NotTested]:
     """Call -> what its module computes, by layout; or why that is not known."""
     try:
         modules = dict(build().model.named_modules())
     except Exception as error:
         why = f"{type(error).__name__}: {first_line(error)}"
         return dict.fromkeys(wanted, _NotTested(why))
-    found: dict[int, list[RowProgram] | _NotTested] = {}
+    found: dict[int, list[RowProgram | NormProgram] | _NotTested] = {}
     for call in wanted:
         tensor, name = _given(graph, call, calls[call]), graph.calls[call].fqn
         module = modules[name]
@@ -198,7 +206,9 @@ def _programs(
 
 
 def _cast_of(graph: Graph, found: RowOps) -> torch.dtype | None:
-    """The dtype to which autocast casts its parameters."""
+    """The dtype to which autocast casts its parameters, or what a norm reads."""
+    if isinstance(found, NormOps):
+        return AMP.get(graph.options.get("amp", ""))
     casts = (graph.storages[s].tensor for s in found.weights & graph.casts.keys())
     return next((getattr(torch, one.dtype) for one in casts if one is not None), None)
 
@@ -225,18 +235,26 @@ def _given(graph: Graph, call: int, found: RowOps) -> TensorType:
 
 
 def _test(
-    programs: list[RowProgram] | _NotTested, found: RowOps, device: torch.device
+    programs: list[RowProgram | NormProgram] | _NotTested,
+    found: RowOps,
+    device: torch.device,
 ) -> Cost | _NotTested:
     """Test an MLP."""
     if isinstance(programs, _NotTested):
         return programs
     warm_up_vector_kernels()
-    check = partial(check_row_bits, rows=found.rows, device=device, tiles=_TILES)
+    check = partial(_check, found, device)
     try:
-        far = [check(one, dtype=one.dtype).difference for one in programs]
+        far = [check(one).difference for one in programs]
     except (RuntimeError, MemoryError) as error:
         return _NotTested(first_line(error))
     return Cost(MARGIN * max(far), 0, 0, measured=True)
+
+
+def _check(found: RowOps, device: torch.device, one: RowProgram | NormProgram) -> Bits:
+    if isinstance(one, NormProgram):
+        return check_norm_bits(one, device=device, tiles=_TILES)
+    return check_row_bits(one, found.rows, dtype=one.dtype, device=device, tiles=_TILES)
 
 
 def _test_attention(
