@@ -138,7 +138,9 @@ def _tests_out_of_range(graph: RecordedStep) -> Iterator[str]:
         counts = one.rows, one.columns, one.threads
         known = _all_in_range((one.call,), 0, len(graph.calls))
         positive = _all_in_range(counts, 1, _MOST)
-        if not (known and positive and 0 <= one.difference < inf):
+        if not (
+            known and positive and 0 <= one.difference < inf and 0 <= one.share < inf
+        ):
             yield f"a test of tiles of call {one.call} is out of range"
 
 

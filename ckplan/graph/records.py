@@ -227,6 +227,7 @@ class TiledBits:
     # Largest, relative to the largest of its tensor; 0: same bits; RUNS_WHOLE.
     difference: float
     threads: int  # of the CPU that the test ran with
+    share: float = 0.0  # seconds in tiles, of those whole; 0: not timed
 
 
 class SavingRegion(NamedTuple):

@@ -26,11 +26,17 @@ from ckplan.simulating.row_ops import (
 )
 from ckplan.simulating.row_parts import refuse_rows
 from ckplan.simulating.row_wise import find_row_wise
-from ckplan.simulating.tiling import costed, kept_by_kernels, refuse_other_bits
+from ckplan.simulating.tiling import (
+    costed,
+    kept_by_kernels,
+    refuse_other_bits,
+    share_of,
+)
 
-_NOTING_SECONDS = 0.003
+_NOTING_SECONDS, _NOTING_A_NORM = 0.003, 0.002
 """CPU time in which the engine looks at the ops of a call: medians in steps of GPT-2,
-Llama and a PoolFormer were 3.0, 3.3 and 1.9 ms, on one core of an AMD EPYC.
+Llama and a PoolFormer were 3.0, 3.3 and 1.9 ms, those of norms 1.5 to 3 ms, on one core
+of an AMD EPYC.
 """
 
 
@@ -52,7 +58,8 @@ def tile_rows_of(graph: Graph, calls: Mapping[int, RowTiles]) -> Graph:
         found = find_row_wise(graph, call)
         refuse_other_bits(graph, call, tiles)
         _check_makers(graph, call, found)
-        _replace_call(graph, found, tiles, ops, storages, saved)
+        share = share_of(graph, call, tiles)
+        _replace_call(graph, found, tiles, ops, storages, saved, share)
         gone.update(found.forward)
     more = [
         Hazard(inside, "unseen", "runs in tiles", ())
@@ -77,6 +84,7 @@ def _replace_call(
     ops: list[Op],
     storages: list[Storage],
     saved: list[Saved],
+    share: float,
 ) -> None:
     """Let the passes over the tiles of one call stand for its ops."""
     begin = found.backward
@@ -97,7 +105,7 @@ def _replace_call(
         for storage in gradients_of_parameters(graph, found):
             _move(ops, storages, storage, for_columns)
     _keep_operands(graph, found, end, storages, saved)
-    _set_passes(graph, found, tiles, ops, (for_rows, for_columns))
+    _set_passes(graph, found, tiles, ops, (for_rows, for_columns), share)
 
 
 def _keep_operands(
@@ -149,6 +157,7 @@ def _set_passes(
     tiles: RowTiles,
     ops: list[Op],
     passes: tuple[int | None, int | None],
+    share: float,
 ) -> None:
     """Give ops the seconds, FLOPs and workspaces of tiles."""
     for_rows, for_columns = passes
@@ -171,17 +180,20 @@ def _set_passes(
     costs |= {number: _half(graph.ops[number]) for number in found.halved}
     if found.drawn is not None:
         costs[found.drawn.op] = _unpacked(graph, found.drawn)
-    spent = costed(costs, zip(numbers, mine, strict=True), runs, spaces, {*numbers})
+    total = share * sum(graph.ops[n].seconds for n in numbers if n != _draws(found))
+    pairs = zip(numbers, mine, strict=True)
+    spent = costed(costs, pairs, runs, spaces, {*numbers}, total)
     for number, op in zip(numbers, spent, strict=True):
         ops[number] = op
     if found.drawn is not None:
         ops[found.drawn.op] = _packed(graph, found, tiles)
+    noting = _NOTING_A_NORM if isinstance(found, NormOps) else _NOTING_SECONDS
     last = ops[found.product]
     if graph.is_launched:
-        more = last.launch_seconds + _NOTING_SECONDS
+        more = last.launch_seconds + noting
         ops[found.product] = replace(last, launch_seconds=more)
     else:
-        ops[found.product] = replace(last, seconds=last.seconds + _NOTING_SECONDS)
+        ops[found.product] = replace(last, seconds=last.seconds + noting)
 
 
 def _bytes_of_passes(
@@ -195,6 +207,11 @@ def _bytes_of_passes(
         rows_bytes(graph, found, tiles) if found.hidden_gradients else 0,
         columns_bytes(graph, found, tiles) if found.weight_gradients else 0,
     )
+
+
+def _draws(found: RowOps) -> int:
+    """The op that draws for dropout, which has its own seconds."""
+    return -1 if found.drawn is None else found.drawn.op
 
 
 def _packed(graph: Graph, found: RowOps, tiles: RowTiles) -> Op:

@@ -101,7 +101,7 @@ def tile_graph(graph: Graph, call: int, tiles: Tiles) -> Graph:
     skipped = {found.product, found.log_softmax}
     values = {name: getattr(graph, name) for name in graph.__dataclass_fields__}
     values.update(
-        ops=tuple(_in_passes(graph, found, tiles, ops)),
+        ops=tuple(_in_passes(graph, found, tiles, ops, share_of(graph, call, tiles))),
         storages=tuple(storages),
         hazards=tuple(sorted(_hazards(graph, call, found), key=lambda one: one.call)),
         encodings=tuple(
@@ -120,6 +120,12 @@ def tested(graph: Graph, call: int, tiles: Tiles | RowTiles) -> TiledBits | None
         if (one.call, one.rows, one.columns) == (call, *tiles.counts):
             return one
     return None
+
+
+def share_of(graph: Graph, call: int, tiles: Tiles | RowTiles) -> float:
+    """Measured seconds of a call in tiles, of those whole; 0 if there are none."""
+    test = tested(graph, call, tiles)
+    return 0.0 if test is None else test.share
 
 
 def runs_whole(graph: Graph, call: int) -> bool:
@@ -182,7 +188,7 @@ def move_gradients(
 
 
 def _in_passes(
-    graph: Graph, found: HeadOps, tiles: Tiles, ops: list[Op]
+    graph: Graph, found: HeadOps, tiles: Tiles, ops: list[Op], share: float
 ) -> Iterator[Op]:
     """Ops with the seconds, FLOPs and workspaces of tiles.
 
@@ -205,7 +211,8 @@ def _in_passes(
         found.backward: backward_bytes(found, tiles, scratch),
     }
     gone = {*number_of, *ahead, *found.weight_gradients}
-    yield from costed(graph.ops, enumerate(ops), passes, spaces, gone)
+    total = share * sum(graph.ops[number].seconds for number in gone)
+    yield from costed(graph.ops, enumerate(ops), passes, spaces, gone, total)
 
 
 def costed(
@@ -214,6 +221,7 @@ def costed(
     passes: Mapping[int, tuple[Sequence[int], int]],
     spaces: Mapping[int, int],
     gone: Container[int],
+    total: float = 0.0,
 ) -> Iterator[Op]:
     """Ops with the costs of others, which run in them.
 
@@ -223,7 +231,12 @@ def costed(
         passes: Op -> the ops that run in it, and how many launches each has.
         spaces: Op -> bytes of its workspace.
         gone: Ops that cost nothing of their own.
+        total: Seconds of all passes, if they were measured.
     """
+    seconds = {
+        n: sum(whole[one].seconds for one in of) for n, (of, _) in passes.items()
+    }
+    factor = total / (sum(seconds.values()) or 1.0) if total else 1.0
     for number, op in ops:
         if number in passes:
             parts, count = passes[number]
@@ -233,7 +246,7 @@ def costed(
                 workspace=Workspace((), (spaces[number],)),
                 flops=sum(one.flops for one in run),
                 moved_bytes=sum(one.moved_bytes for one in run),
-                seconds=sum(one.seconds for one in run),
+                seconds=factor * seconds[number],
                 launch_seconds=count * sum(one.launch_seconds for one in run),
             )
         elif number in gone:

@@ -108,6 +108,8 @@ def frontier_of(
     for point in sorted(found, key=lambda p: (p.peak_bytes, p.overhead)):
         if not kept or point.overhead < kept[-1].overhead:
             kept.append(point)
+    if kept and kept[-1].regions:  # calls in tiles can be faster than whole ones
+        kept.append(FrontierPoint(high, 0.0, min(0.0, kept[-1].bound_overhead), ()))
     return tuple(kept)
 
 

@@ -2,9 +2,9 @@
 
 A step with calls in tiles is another graph (``simulating/tiled_regions.py``), which is
 solved like any other. The cheapest plan over a few sets of tiles is taken, of which one
-is none. Tiles only add time, so a set that alone costs more than a plan that was found
-is not searched. MLPs in tiles cost more than their hidden values rebuilt, so they are
-tried only where the smallest peak of plans without them is in one of them. The bound
+is none. A set that alone costs more than a plan that was found is not searched. MLPs in
+tiles mostly cost more than their hidden values rebuilt, so they are tried only where
+the smallest peak of plans without them is in one of them. The bound
 holds for schedules of all steps that are tried.
 """
 
@@ -122,7 +122,7 @@ class TilingPlanner:
         least: list[float] = []  # overheads of plans that fit
 
         def solved(one: _Try) -> Solution | None:
-            if least and one.least_overhead > min(least):
+            if one.tiled and least and one.least_overhead > min(least):
                 return None
             if not one.is_needed:
                 return None
@@ -139,7 +139,7 @@ class TilingPlanner:
         bounds += [self._planner.bound(limit.bytes)] if self._link is None else []
         return replace(
             best,
-            bound_overhead=max(0.0, min(bounds)),
+            bound_overhead=min(bounds),
             baselines=self._planner.standard_baselines.baselines(limit),
             without_tiles=self._without(found, limit),
         )

@@ -197,12 +197,29 @@ def test_a_profile_tests_the_bits_of_the_tiles_that_are_solved_for(
     threads = torch.get_num_threads()
     counts = [(one.rows, one.columns, one.threads) for one in graph.tiled]
     assert counts == [(8, 8, threads), (32, 32, threads)]
+    assert all(0.2 < one.share < 30 for one in graph.tiled)
     graph_file.save(graph, tmp_path / "trace.json")
     assert graph_file.load(tmp_path / "trace.json").tiled == graph.tiled
     assert '"tiled"' not in graph_file.dumps(replace(graph, tiled=()))
     worse = replace(graph.tiled[1], call=len(graph.calls))
-    with pytest.raises(GraphError, match="a test of tiles of call"):
-        replace(graph, tiled=(worse,))
+    for wrong in (worse, replace(graph.tiled[1], share=-0.5)):
+        with pytest.raises(GraphError, match="a test of tiles of call"):
+            replace(graph, tiled=(wrong,))
+
+
+def test_a_head_in_tiles_takes_the_seconds_that_were_measured(
+    step: tuple[str, Graph],
+) -> None:
+    def seconds(share: float) -> float:
+        tiled = tuple(replace(one, share=share) for one in step[1].tiled)
+        graph = replace(step[1], tiled=tiled)
+        return simulate(graph, resolve(plan_of(8, 8), graph)).recompute_seconds
+
+    once, twice, four = seconds(1.0), seconds(2.0), seconds(4.0)
+    assert once == pytest.approx(0.0, abs=twice / 100)
+    assert four == pytest.approx(3 * twice, rel=0.01)
+    untimed = seconds(0.0)  # by the ops that run in tiles
+    assert once < untimed
 
 
 def test_tiles_that_a_test_found_close_need_to_be_allowed(

@@ -22,7 +22,7 @@ from ckplan.ejecting.settings import TOOLS, setting_for
 from ckplan.errors import PlanError
 from ckplan.graph import file as graph_file
 from ckplan.graph.graph import Graph
-from ckplan.plan.plan import Plan
+from ckplan.plan.plan import Plan, PlannedRegion
 from ckplan.plan.resolve import resolve
 from ckplan.plan.tiles import CLOSE_BITS, RowTiles
 from ckplan.simulating.simulate import simulate
@@ -181,6 +181,7 @@ def test_a_profile_tests_the_bits_of_each_mlp_once(
     rows = [(graph.calls[one.call].fqn, one.rows, one.threads) for one in graph.tiled]
     assert rows == [("1.mlp", 8, 1), ("2.mlp", 8, 1)]
     assert all(one.difference == 0 for one in graph.tiled)
+    assert all(0.3 < one.share < 30 for one in graph.tiled)
     graph_file.save(graph, tmp_path / "trace.json")
     assert graph_file.load(tmp_path / "trace.json").tiled == graph.tiled
     monkeypatch.setattr(tiled_row_bits, "check_row_bits", None)  # not asked again
@@ -189,6 +190,48 @@ def test_a_profile_tests_the_bits_of_each_mlp_once(
     other = recorded(partial(Gated, WIDTH, HIDDEN // 2))
     assert not other.tiled
     assert sum("1.mlp#0: bits not tested: it would take" in n for n in other.notes) == 1
+
+
+def timed(share: float) -> Graph:
+    """The step, in which MLPs in tiles take a share of the seconds of whole ones."""
+    graph = step()
+    return replace(graph, tiled=tuple(replace(t, share=share) for t in graph.tiled))
+
+
+@pytest.mark.parametrize("share", [0.25, 4.0])
+def test_tiles_take_the_seconds_that_were_measured(share: float) -> None:
+    region = PlannedRegion("1.mlp", "tiles", tiles=RowTiles(8, 8))
+    plan = Plan(regions=(region,))
+    graph = timed(share)
+    own = sum(
+        op.seconds
+        for op in graph.ops
+        if op.call >= 0 and graph.calls[op.call].fqn.startswith("1.mlp")
+    )
+    line = simulate(graph, resolve(plan, graph))
+    noting = 0.003
+    assert line.recompute_seconds == pytest.approx((share - 1) * own + noting, rel=0.05)
+    other = RowTiles(4, 4)  # not tested
+    plan = Plan(regions=(replace(region, tiles=other),))
+    seconds = simulate(graph, resolve(plan, graph)).recompute_seconds
+    assert seconds == simulate(step(), resolve(plan, step())).recompute_seconds
+
+
+def test_tiles_that_are_faster_are_taken_before_anything_is_rebuilt() -> None:
+    graph = timed(0.05)
+    plan = ckplan.solve(graph, "95%", allow=["tiles"])
+    plain = ckplan.solve(graph, "95%").predicted
+    assert tiled(plan) and plan.predicted and plain
+    assert plan.predicted.overhead < 0 < plain.overhead
+    assert plan.bound["any_schedule"] <= plan.predicted.overhead
+    planner = Planner(graph)
+    search = search_with(planner, allow=["tiles"], link=None)
+    found = search.solve(MemoryLimit(int(0.95 * planner.unplanned.peak_bytes)))
+    assert found.without_tiles is not None
+    assert found.without_tiles.overhead == pytest.approx(plain.overhead, abs=1e-4)
+    *points, last = frontier_of(planner, search, 4)
+    assert (last.peak_bytes, last.overhead) == (planner.unplanned.peak_bytes, 0.0)
+    assert last.regions == () and all(one.regions for one in points)
 
 
 def test_close_tiles_need_to_be_allowed_and_state_their_difference() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -67,8 +68,9 @@ def check_row_bits(
 
     hidden = hidden.contiguous(memory_format=program.layout)
     given = *(hidden for _ in range(program.inputs)), *operands
-    one, other = (_results(made, given, gradient) for made in (plain, tiled))
-    return compared(one, other, torch.get_num_threads())
+    return compared(
+        *(partial(_results, one, given, gradient) for one in (plain, tiled))
+    )
 
 
 def _whole(products: Products, inputs: tuple[Tensor, ...]) -> Tensor:
@@ -129,12 +131,12 @@ def check_attention_bits(
 
         return _results(made, given, gradient)
 
-    threads = torch.get_num_threads()
     found = [
-        compared(results(False, is_copied), results(True, is_copied), threads)
+        compared(partial(results, False, is_copied), partial(results, True, is_copied))
         for is_copied in (False, True)
     ]
-    return max(found, key=lambda bits: (bool(bits.where), bits.difference))
+    worst = max(found, key=lambda bits: (bool(bits.where), bits.difference))
+    return replace(worst, share=max(one.share for one in found))
 
 
 def check_norm_bits(
@@ -171,8 +173,9 @@ def check_norm_bits(
         return run_norm(replace(program, operands=rest), tiles, given)
 
     given = hidden, *operands
-    one, other = (_results(made, given, gradient) for made in (plain, tiled))
-    return compared(one, other, torch.get_num_threads())
+    return compared(
+        *(partial(_results, one, given, gradient) for one in (plain, tiled))
+    )
 
 
 def _results(

@@ -41,7 +41,7 @@ from ckplan.solving.tiled_rows import (
     row_wise_calls,
 )
 from ckplan.tracing.costs.calibrate import Progress
-from ckplan.tracing.costs.cost_cache import Cost, CostCache
+from ckplan.tracing.costs.cost_cache import CostCache
 from ckplan.tracing.steps.fake_forward import (
     PLAIN,
     Layouts,
@@ -49,7 +49,12 @@ from ckplan.tracing.steps.fake_forward import (
     layouts_of,
     told_by_forward,
 )
-from ckplan.tracing.steps.tiled_bits import LONGEST_SECONDS, MARGIN
+from ckplan.tracing.steps.tiled_bits import (
+    LONGEST_SECONDS,
+    TileTest,
+    known_tests,
+    learn_tests,
+)
 from ckplan.training.failures import first_line
 from ckplan.training.free_memory import free_bytes
 from ckplan.training.step import AMP
@@ -93,7 +98,7 @@ def with_tested_rows(
     keys = {kind: _key(graph, kind, calls[of[0]]) for kind, of in groups.items()}
     tested = _tested_for(graph, groups, calls)
     ends = {end for of in tested.values() for end in of}
-    known = cache.known([*keys.values()])
+    known = known_tests(cache, keys.values())
     wanted = {k: of[0] for k, of in groups.items() if keys[k] not in known}
     wanted = {kind: first for kind, first in wanted.items() if kind in ends}
     if wanted:
@@ -102,8 +107,8 @@ def with_tested_rows(
     whole, notes = dict(told.whole), []
     for kind, first in wanted.items():
         result = results[first]
-        if isinstance(result, Cost):
-            known |= cache.learn({keys[kind]: result})
+        if isinstance(result, TileTest):
+            known |= learn_tests(cache, {keys[kind]: result})
         elif result.runs_whole:
             whole |= dict.fromkeys(groups[kind], result.why)
         else:
@@ -112,9 +117,10 @@ def with_tested_rows(
     threads, counts = torch.get_num_threads(), _TILES.counts
     costs = {k: [known.get(keys[end]) for end in of] for k, of in tested.items()}
     tests = [
-        TiledBits(call, *counts, max(one.seconds for one in of if one), threads)
+        TiledBits(call, *counts, far, threads, share)
         for kind, of in costs.items()
         if all(of)
+        for far, share in [map(max, zip(*filter(None, of), strict=True))]
         for call in groups[kind]
     ]
     tests += [TiledBits(call, *counts, RUNS_WHOLE, threads) for call in whole]
@@ -140,9 +146,9 @@ def _test_each(
     calls: dict[int, RowOps],
     wanted: list[int],
     device: torch.device,
-) -> dict[int, Cost | _NotTested]:
-    """Call -> its difference, in place of seconds; or why there is no test."""
-    found: dict[int, Cost | _NotTested] = {}
+) -> dict[int, TileTest | _NotTested]:
+    """Call -> what its test found; or why there is no test."""
+    found: dict[int, TileTest | _NotTested] = {}
     programs: dict[int, list[RowProgram | NormProgram] | _NotTested] = {}
     for call in wanted:
         why = _too_large(graph, calls[call], device)
@@ -238,45 +244,47 @@ def _test(
     programs: list[RowProgram | NormProgram] | _NotTested,
     found: RowOps,
     device: torch.device,
-) -> Cost | _NotTested:
+) -> TileTest | _NotTested:
     """Test an MLP."""
     if isinstance(programs, _NotTested):
         return programs
     warm_up_vector_kernels()
     check = partial(_check, found, device)
     try:
-        far = [check(one).difference for one in programs]
+        return TileTest.of(*map(check, programs))
     except (RuntimeError, MemoryError) as error:
         return _NotTested(first_line(error))
-    return Cost(MARGIN * max(far), 0, 0, measured=True)
 
 
 def _check(found: RowOps, device: torch.device, one: RowProgram | NormProgram) -> Bits:
     if isinstance(one, NormProgram):
         return check_norm_bits(one, device=device, tiles=_TILES)
-    return check_row_bits(one, found.rows, dtype=one.dtype, device=device, tiles=_TILES)
+    return check_row_bits(
+        one, rows=found.rows, dtype=one.dtype, device=device, tiles=_TILES
+    )
 
 
 def _test_attention(
     graph: Graph, found: RowOps, device: torch.device
-) -> Cost | _NotTested:
+) -> TileTest | _NotTested:
     """Test an attention."""
     warm_up_vector_kernels()
     tensor = graph.storages[graph.ops[found.forward[0]].outputs[0]].tensor
     assert tensor is not None
     sizes, dtype = attention_sizes(graph, found), getattr(torch, tensor.dtype)
     try:
-        bits = check_attention_bits(sizes, dtype=dtype, device=device, tiles=_TILES)
+        return TileTest.of(
+            check_attention_bits(sizes, dtype=dtype, device=device, tiles=_TILES)
+        )
     except (RuntimeError, MemoryError) as error:
         return _NotTested(first_line(error))
-    return Cost(MARGIN * bits.difference, 0, 0, measured=True)
 
 
 def _key(graph: Graph, kind: Hashable, found: RowOps) -> str:
     """What the bits of an MLP in tiles depend on."""
     names = [graph.ops[number].name for number in found.backward]
     digest = hashlib.sha256(repr((kind, names)).encode()).hexdigest()[:32]
-    return f"bits of tiles {_TILES.counts} of rows {digest}"
+    return f"tiles {_TILES.counts} of rows {digest}"
 
 
 def _too_large(graph: Graph, found: RowOps, device: torch.device) -> str:
