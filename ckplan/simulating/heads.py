@@ -42,9 +42,14 @@ class HeadOps:
     dtype: str  # of a logit, as the head makes it
 
     @property
+    def loss(self) -> int:
+        """The op that makes the loss."""
+        return self.log_softmax + 1
+
+    @property
     def last(self) -> int:
         """The last forward op."""
-        return self.log_softmax + 1 + self.has_sums
+        return self.loss + self.has_sums
 
     @property
     def has_bias(self) -> bool:
@@ -122,7 +127,7 @@ class _Way:
     def _reduces(self, op: Op) -> bool:
         """Whether an op makes the loss, or the sums of label smoothing after it."""
         if op.name == "nll_loss_forward":
-            return len(op.reads) == 2 and not self.losses
+            return not self.losses  # it may read weights of classes, too
         return op.name == "sum" and len(self.losses) == 1
 
 

@@ -98,6 +98,9 @@ def tile_graph(graph: Graph, call: int, tiles: Tiles) -> Graph:
     (logits,) = graph.ops[found.product].outputs
     until = max(storages[hidden].last, storages[logits].last)
     storages[hidden] = replace(storages[hidden], last=until)
+    for storage in graph.ops[found.loss].reads[2:]:  # weights of classes
+        until = max(storages[storage].last, found.backward)
+        storages[storage] = replace(storages[storage], last=until)
     skipped = {found.product, found.log_softmax}
     values = {name: getattr(graph, name) for name in graph.__dataclass_fields__}
     values.update(

@@ -70,11 +70,17 @@ def smoothed_and_capped_loss(logits: Tensor, ids: Tensor) -> Tensor:
     return smoothed_loss(torch.tanh(logits / 5.0) * 5.0, ids)
 
 
+def weighted_loss(logits: Tensor, ids: Tensor) -> Tensor:
+    of_class = torch.linspace(0.5, 2.0, WORDS)
+    return F.cross_entropy(logits.view(-1, WORDS), ids.view(-1), weight=of_class)
+
+
 LOSSES = {"plain": plain_loss, "shifted": shifted_loss}
 OTHERS = {
     "capped": capped_loss,
     "smoothed": smoothed_loss,
     "both": smoothed_and_capped_loss,
+    "weighted": weighted_loss,
 }
 NUMBERS = {"smoothed": 16, "both": 16}  # bytes of numbers that the loss drops earlier
 
@@ -143,7 +149,7 @@ def test_the_peak_is_predicted_to_the_byte_and_gradients_are_the_same(
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_soft_caps_and_label_smoothing_run_in_tiles_by_a_plan(name: str) -> None:
+def test_soft_caps_smoothing_and_weights_of_classes_run_in_tiles_by_a_plan(name: str) -> None:
     graph = recorded(name)
     plain, expected = measured(name, None)
     assert simulate(graph).peak_bytes == pytest.approx(plain, rel=1e-4)
