@@ -91,7 +91,9 @@ def _replace_call(
     for_rows = begin[0] if found.hidden_gradients else None
     for_columns = None
     if found.weight_gradients:
-        for_columns = begin[0] if for_rows is None else begin[1]
+        # Of a norm, other ops may add to the gradient of its bias after the first op.
+        at_once = for_rows is None or isinstance(found, NormOps)
+        for_columns = begin[0] if at_once else begin[1]
     end = max(one for one in (for_rows, for_columns) if one is not None)
     for number in (*found.interior, *kept_by_kernels(graph, found.forward)):
         storages[number] = replace(storages[number], bytes=0, tensor=None)
@@ -172,8 +174,9 @@ def _set_passes(
         spaces[for_rows] = in_rows
     if for_columns is not None:
         columns = len(tiles.of_columns(found.width))
-        runs[for_columns] = (found.in_columns, columns)
-        spaces[for_columns] = in_columns
+        before, count = runs.get(for_columns, ((), 0))
+        runs[for_columns] = ((*before, *found.in_columns), max(count, columns))
+        spaces[for_columns] = max(spaces.get(for_columns, 0), in_columns)
     numbers = sorted({*found.forward, *found.backward, *found.unused})
     mine = [ops[number] for number in numbers]
     costs = {number: graph.ops[number] for number in numbers}

@@ -116,6 +116,43 @@ def test_a_frozen_parameter_has_no_pass(kind: str) -> None:
     assert 0 <= simulate(graph, resolve(plan, graph)).peak_bytes / peak - 1 < 0.003
 
 
+class Repeated(Around):
+    """Runs its norm three times; gradients of its parameters add up."""
+
+    def forward(self, rows: Tensor) -> Tensor:
+        rows = self.first(rows)
+        for _ in range(3):
+            rows = torch.tanh(self.norm(rows))
+        output: Tensor = self.last(rows)
+        return output
+
+
+@pytest.mark.parametrize("kind", NORMS)
+def test_a_norm_that_runs_again_adds_to_its_gradients(kind: str) -> None:
+    results, peaks = [], []
+    for plan in (None, plan_of(4, 2)):
+        torch.manual_seed(0)
+        model, rows = Repeated(NORMS[kind](WIDTH), residual=False), batch()
+        if plan is None:
+            graph = ckplan.profile(
+                model, (rows,), loss_fn=loss_of, optimizer="none", replay=False
+            )
+        else:
+            ckplan.apply(model, plan)
+
+        def run(model: nn.Module = model, rows: Tensor = rows) -> None:
+            output = model(rows)
+            loss_of(output).backward()
+
+        run()
+        model.zero_grad()
+        peaks.append(peak_bytes_of(run, [*model.parameters(), rows]))
+        results.append([one.grad for one in model.parameters()])
+    assert all(map(torch.equal, *results))
+    predicted = simulate(graph, resolve(plan_of(4, 2), graph)).peak_bytes
+    assert 0 <= predicted / peaks[1] - 1 < 0.003
+
+
 def test_a_norm_in_tiles_costs_its_ops_once_more() -> None:
     graph = recorded("llama", "float32", residual=True)
     line = simulate(graph, resolve(plan_of(4, 4), graph))

@@ -149,7 +149,9 @@ def test_the_peak_is_predicted_to_the_byte_and_gradients_are_the_same(
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_soft_caps_smoothing_and_weights_of_classes_run_in_tiles_by_a_plan(name: str) -> None:
+def test_soft_caps_smoothing_and_weights_of_classes_run_in_tiles_by_a_plan(
+    name: str,
+) -> None:
     graph = recorded(name)
     plain, expected = measured(name, None)
     assert simulate(graph).peak_bytes == pytest.approx(plain, rel=1e-4)
