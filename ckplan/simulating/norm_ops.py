@@ -66,7 +66,6 @@ class _Norm:
     given: int = -1
     back: list[int] = field(default_factory=list)
     ends: list[int] = field(default_factory=list)  # storages: gradients of uses
-    sums: set[int] = field(default_factory=set)  # ops: of gradients, by autograd
 
 
 def is_norm(graph: Graph, call: int) -> bool:
@@ -200,7 +199,6 @@ def _follow_back(graph: Graph, call: int, number: int, found: _Norm) -> None:
         if inside - found.wide and inside & found.wide:
             raise refuse_rows(graph, call, "others add to its gradients")
         found.ends += sorted(inside & found.wide)
-        found.sums.add(number)
         return
     if inside and not others and _are_of_parameters(graph, inside, found):
         return  # casts the gradient of a parameter
@@ -248,7 +246,6 @@ def _find_ends(graph: Graph, call: int, found: _Norm) -> None:
             found.ends = [s for s in found.ends if s not in op.outputs]
             found.ends += sorted(parts)
             found.back.remove(number)
-            found.sums.add(number)
     if len(found.ends) != uses or len({*found.ends}) != uses:
         raise refuse_rows(graph, call, "others add to the gradient of its input")
 
