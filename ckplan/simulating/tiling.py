@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 
 from ckplan import gpus
 from ckplan.errors import PlanError
@@ -95,8 +96,9 @@ def tile_graph(graph: Graph, call: int, tiles: Tiles) -> Graph:
         outputs=(*ops[found.log_softmax].outputs, made, made + 1),
     )
     hidden = hidden_of(graph, graph.ops[found.product])
-    (logits,) = graph.ops[found.product].outputs
-    until = max(storages[hidden].last, storages[logits].last)
+    logits = (graph.ops[n].outputs for n in range(found.product, found.log_softmax))
+    lazy = found.never_whole.intersection(chain.from_iterable(logits))
+    until = max(storages[one].last for one in (hidden, *lazy))
     storages[hidden] = replace(storages[hidden], last=until)
     for storage in graph.ops[found.loss].reads[2:]:  # weights of classes
         until = max(storages[storage].last, found.backward)

@@ -163,6 +163,48 @@ def test_soft_caps_smoothing_and_weights_of_classes_run_in_tiles_by_a_plan(
         assert all(map(torch.equal, gradients, expected))
 
 
+class CapsItself(Model):
+    """Returns capped logits, as Gemma 2; its peak is in a wide call before its head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4096), nn.Linear(4096, WIDTH)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        wide = torch.tanh(self.up(self.embedding(ids)))
+        logits = self.head(torch.tanh(self.layer(self.down(wide))))
+        logits = logits / 5.0
+        logits = torch.tanh(logits)
+        return logits * 5.0
+
+
+def test_logits_that_a_model_caps_hold_the_hidden_state_as_long_as_its_output() -> None:
+    model, ids = CapsItself(), batch()
+    graph = ckplan.profile(
+        model,
+        (ids,),
+        loss_fn=lambda out, given: plain_loss(out, given[0]),
+        optimizer="none",
+        replay=False,
+    )
+    plan = plan_of(8, 8)
+    ckplan.apply(model, plan)
+
+    def run() -> None:
+        output = model(ids)
+        plain_loss(output, ids).backward()
+
+    run()
+    model.zero_grad()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        peak = peak_bytes_of(run, [*model.parameters(), ids])
+    finally:
+        torch.set_num_threads(threads)
+    assert simulate(graph, resolve(plan, graph)).peak_bytes == peak
+
+
 @pytest.mark.parametrize("name", ["plain", "capped", "both"])
 def test_heads_of_16_bits_without_a_cast_are_close_and_told(name: str) -> None:
     graph = recorded(name, torch.bfloat16)
