@@ -1,15 +1,14 @@
 """Seconds and scratch memory of the ops of a compiled step.
 
 On a CPU, seconds of contractions and scratch memory of kernels that are not generated
-are measured; those of generated kernels are estimates. On a card, both follow from its
+are measured, and so are random numbers and masks; other seconds of generated kernels
+are estimates. On a card, both follow from its
 figures, and nothing runs.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
-from statistics import median
 
 import torch
 from torch import fx
@@ -19,71 +18,23 @@ from ckplan.compiling import nodes
 from ckplan.compiling.kernels import Kernels, stores_mask
 from ckplan.compiling.workspaces import KernelBytes
 from ckplan.gpus import Gpu
-from ckplan.graph.graph import Graph
 from ckplan.graph.records import (
-    BEFORE_STEP,
     MULTIPLIES,
     NO_WORKSPACE,
     OUTSIDE_CALLS,
     Workspace,
 )
-from ckplan.simulating.simulate import Simulator
 from ckplan.tracing.costs.calibrate import calibrate
 from ckplan.tracing.costs.cost_cache import cost_cache
+from ckplan.tracing.costs.mask_seconds import ESTIMATED, mask_seconds
 from ckplan.tracing.costs.roofline import rate_of_kernel
 from ckplan.tracing.cuda.workspaces import workspace_of
 from ckplan.tracing.recording.recording import RawOp, TensorMeta
 
 COSTS = "estimated for compiled code"
 """Source of the seconds on a CPU."""
-_TOUCHED = "seconds per byte of memory that the system gives"
-_KEPT_BYTES = 1 << 26  # glibc returns more than that, after it freed large blocks
-_PIECE_BYTES, _ROUNDS = 1 << 22, 5
 _MEASURED: dict[tuple[int, str], float] = {}
 """Seconds of contractions by number of threads and arguments."""
-
-
-def seconds_of_step(graph: Graph) -> float:
-    """Estimated seconds of a step of a CPU: its ops, and memory that it gets anew."""
-    held = sum(one.bytes for one in graph.storages if one.maker == BEFORE_STEP)
-    peak_bytes = Simulator(graph).run(()).peak_bytes
-    return graph.step_seconds + touching_seconds(peak_bytes - held)
-
-
-def touching_seconds(num_bytes: int) -> float:
-    """Seconds in which the system gives memory to a step of a CPU, page by page.
-
-    The C library keeps some memory, and returns the rest when it is free: a step that
-    holds more gets that anew. Measured once on this machine, and kept.
-
-    Args:
-        num_bytes: Most bytes that the step allocates at once.
-    """
-    if num_bytes <= _KEPT_BYTES:
-        return 0.0
-    cache = cost_cache(torch.device("cpu"))
-    known = cache.known_runs(_TOUCHED)
-    if not known:
-        known = (_seconds_per_fresh_byte(),)
-        cache.learn_runs({_TOUCHED: known})
-    return (num_bytes - _KEPT_BYTES) * known[-1]
-
-
-def _seconds_per_fresh_byte() -> float:
-    """What writing to new tensors takes longer than to ones that are there."""
-    sizes = [_PIECE_BYTES] * (2 * _KEPT_BYTES // _PIECE_BYTES)
-    taken: list[float] = []
-    for _ in range(_ROUNDS):
-        made: list[torch.Tensor] = []
-        for turn in range(2):
-            begin = time.perf_counter()
-            for place, size in enumerate(sizes):
-                if not turn:
-                    made.append(torch.empty(size, dtype=torch.uint8))
-                made[place].fill_(0)
-            taken.append(time.perf_counter() - begin)
-    fresh, again = median(taken[::2]), median(taken[1::2])
-    return max(fresh - again, 0.0) / sum(sizes)
 
 
 class CpuCosts:
@@ -95,6 +46,7 @@ class CpuCosts:
         self._kernels = KernelBytes(kernel_bytes)
         self._threads = torch.get_num_threads()
         self._keys: dict[fx.Node, tuple[int, str]] = {}  # of contractions
+        self._masks = ESTIMATED
 
     def measure(self, *parts: fx.Graph) -> None:
         """Measure contractions, and what kernels allocate that are not generated."""
@@ -102,6 +54,8 @@ class CpuCosts:
         for node in found:
             self.workspace_of(node)
         self._kernels.measure()
+        if any(nodes.num_drawn(node) or stores_mask(node) for node in found):
+            self._masks = mask_seconds()
         self._keys |= {node: self._key(node) for node in filter(nodes.is_alone, found)}
         new = {key: one for one, key in self._keys.items() if key not in _MEASURED}
         if not new:
@@ -117,7 +71,9 @@ class CpuCosts:
         """Seconds of a run of nodes, and 0.0: the processor itself runs it."""
         if any(map(nodes.is_alone, run)):
             return sum(map(self.alone, run)), 0.0
-        each = sum(map(nodes.arithmetic_seconds, run)) + _writing_seconds(run)
+        each = self._arithmetic(run)
+        each += self._masks.write * _num_stored(run)
+        each += self._masks.read * kernels.truths_read(run)
         moving = nodes.moving_seconds(kernels.crossing_bytes(run))
         return max(each / self._threads, moving), 0.0
 
@@ -128,13 +84,19 @@ class CpuCosts:
     def rebuilt(self, run: Sequence[fx.Node], kernels: Kernels) -> tuple[float, float]:
         """Seconds that the run adds to kernels of backward, where it is fused.
 
-        A mask that is drawn there is not written in forward, which takes as long.
+        A mask that is drawn there is neither written in forward nor read again, which
+        takes about as long.
         """
         if any(map(nodes.is_alone, run)):
             return self.seconds(run, kernels)
-        each = sum(map(nodes.arithmetic_seconds, run)) - _writing_seconds(run)
+        each = self._arithmetic(run)
+        each -= (self._masks.write + self._masks.read) * _num_stored(run)
         moving = nodes.moving_seconds(kernels.crossing_bytes(run)) / 2
         return max(each / self._threads, moving), 0.0
+
+    def _arithmetic(self, run: Sequence[fx.Node]) -> float:
+        drawn = sum(map(nodes.num_drawn, run)) * self._masks.draw
+        return drawn + sum(map(nodes.arithmetic_seconds, run))
 
     def _key(self, node: fx.Node) -> tuple[int, str]:
         given = pytree.tree_map_only(torch.Tensor, _meta, _values(node))
@@ -187,8 +149,8 @@ class CardCosts:
         return workspace_of(_as_recorded(node), self._gpu)
 
 
-def _writing_seconds(run: Sequence[fx.Node]) -> float:
-    return sum(map(nodes.writing_seconds, filter(stores_mask, run)))
+def _num_stored(run: Sequence[fx.Node]) -> int:
+    return sum(map(nodes.numel, filter(stores_mask, run)))
 
 
 def _rate_of(node: fx.Node) -> str:

@@ -29,6 +29,7 @@ class Kernels:
         for node in nodes.ops_of(graph):
             self._join_inputs(node, readers)
         self._bytes, self._first = dict[fx.Node, int](), set[fx.Node]()
+        self._truths: dict[fx.Node, int] = {}
         seen: set[fx.Node] = set()
         read: set[tuple[fx.Node, fx.Node]] = set()
         for node in nodes.ops_of(graph):
@@ -40,14 +41,24 @@ class Kernels:
                 self._first.add(node)
             others = {*map(nodes.base_of, node.all_input_nodes)}
             new = {(kernel, one) for one in others if self._kernel(one) is not kernel}
-            moved = sum(nodes.num_bytes(one) for _, one in new - read)
+            new -= read
             read |= new
+            moved = sum(nodes.num_bytes(one) for _, one in new)
+            kept = (one for _, one in new if one.op == "placeholder" and is_mask(one))
+            self._truths[node] = sum(map(nodes.numel, kept))
             leaves = nodes.is_tensor(node) and self._leaves(node)
             self._bytes[node] = moved + (nodes.num_bytes(node) if leaves else 0)
 
     def crossing_bytes(self, run: Iterable[fx.Node]) -> int:
         """Bytes that nodes read first in their kernel, and that leave it."""
         return sum(self._bytes.get(node, 0) for node in run)
+
+    def truths_read(self, run: Iterable[fx.Node]) -> int:
+        """Truth values that nodes read first in their kernel, of those of a mask kept.
+
+        One that is drawn in the same graph is used where it is drawn.
+        """
+        return sum(self._truths.get(node, 0) for node in run)
 
     def launches(self, run: Iterable[fx.Node]) -> int:
         """How many kernels begin among nodes."""
@@ -84,10 +95,14 @@ class Kernels:
         )
 
 
+def is_mask(node: fx.Node) -> bool:
+    """Whether a node's value is a tensor of truth values."""
+    return nodes.is_tensor(node) and node.meta["val"].dtype == torch.bool
+
+
 def stores_mask(node: fx.Node) -> bool:
     """Whether a graph of generated code returns a node's truth values."""
-    is_mask = nodes.is_tensor(node) and node.meta["val"].dtype == torch.bool
-    return is_mask and any(user.op == "output" for user in _users(node))
+    return is_mask(node) and any(user.op == "output" for user in _users(node))
 
 
 def _users(node: fx.Node) -> Iterator[fx.Node]:

@@ -23,8 +23,6 @@ _LOOKED_UP = re.compile(r"__dict__\['_modules'\]\['(\w+)'\]")
 _CARD, _CPU = re.compile(r"device\(type='cuda', index=\d+\)"), "device(type='cpu')"
 # Of generated kernels on one core of an AMD EPYC, as the profiler of torch shows them.
 _BYTES_PER_SECOND = 25e9
-_SECONDS_PER_DRAW = 8e-9  # Inductor draws one number at a time on a CPU,
-_SECONDS_PER_TRUTH = 8e-9  # and writes truth values so
 _SECONDS_OF = {"tanh": 1e-9} | dict.fromkeys(
     ("exp", "erf", "log", "pow", "sigmoid", "sin", "cos"), 3e-10
 )
@@ -148,15 +146,16 @@ def numel(node: fx.Node) -> int:
 
 
 def arithmetic_seconds(node: fx.Node) -> float:
-    """Seconds of a node of a generated kernel besides moving bytes, on one CPU core."""
-    name = name_of_op(node)
-    draws = name.startswith("inductor_rand")
-    return numel(node) * (_SECONDS_PER_DRAW if draws else _SECONDS_OF.get(name, 0.0))
+    """Seconds of a node of a generated kernel on one CPU core.
+
+    Besides moving bytes, and drawing numbers.
+    """
+    return numel(node) * _SECONDS_OF.get(name_of_op(node), 0.0)
 
 
-def writing_seconds(mask: fx.Node) -> float:
-    """Seconds in which one CPU core writes a node's truth values to memory."""
-    return numel(mask) * _SECONDS_PER_TRUTH
+def num_drawn(node: fx.Node) -> int:
+    """Random numbers that Inductor draws in a node of a generated kernel."""
+    return numel(node) if name_of_op(node).startswith("inductor_rand") else 0
 
 
 def moving_seconds(moved_bytes: int) -> float:

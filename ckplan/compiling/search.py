@@ -15,7 +15,7 @@ from functools import cached_property
 from typing import TypeAlias
 
 from ckplan import units
-from ckplan.compiling.costs import CpuCosts, seconds_of_step
+from ckplan.compiling.costs import CpuCosts
 from ckplan.compiling.cuts import Cuts
 from ckplan.compiling.graph import CompiledStep, as_graph
 from ckplan.compiling.layouts import convolutions_to_save, saving
@@ -244,8 +244,8 @@ class CompiledPlanner:
         return max(self.seconds_in(joint) / self._own_seconds - 1, 0.0)
 
     def seconds_in(self, joint: JointGraph) -> float:
-        """Estimated seconds of a division: its ops, and memory that is new to it."""
-        return seconds_of_step(self.step.divided(joint))
+        """Estimated seconds of a division."""
+        return self.step.divided(joint).step_seconds
 
     def least_overhead(self, saved_bytes: int) -> float:
         """Contractions that run again at least, as a fraction of the unplanned step.
@@ -263,7 +263,7 @@ class CompiledPlanner:
 
     @cached_property
     def _own_seconds(self) -> float:
-        return seconds_of_step(self.step.graph)
+        return self.step.graph.step_seconds
 
     def chosen(self, one: Candidate, budget_bytes: int | None = None) -> Chosen:
         """A candidate as a plan; by default, its budget is what it takes."""

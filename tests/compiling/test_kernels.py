@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from ckplan.compiling.lowering import Code
 from ckplan.compiling.partition import JointGraph
 from ckplan.compiling.search import CompiledPlanner
 from ckplan.compiling.step import parts_of
-from ckplan.tracing.costs.cost_cache import FOLDER_VARIABLE
+from ckplan.tracing.costs.mask_seconds import MaskSeconds
 from ckplan.training.workload import Workload
 
 ROWS, WIDTH = 256, 16
@@ -101,17 +100,46 @@ def test_masks_are_written_where_they_are_kept(planner: CompiledPlanner) -> None
     assert counts == {"": 2, "everything": 0}
 
 
-def test_a_dropped_mask_costs_what_it_saves(planner: CompiledPlanner) -> None:
-    of_cpu = CpuCosts({})
-    graph = generated(planner, "")[0].forward.graph
-    kernels = Kernels(graph)
+def costs_at(monkeypatch: pytest.MonkeyPatch, masks: MaskSeconds) -> CpuCosts:
+    monkeypatch.setattr(costs, "mask_seconds", lambda: masks)
+    return CpuCosts({})
+
+
+def test_a_dropped_mask_is_drawn_again_and_neither_written_nor_read(
+    planner: CompiledPlanner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    numbers = 2 * ROWS * 64
+    masks = MaskSeconds(draw=4e-6, write=1e-6, read=2e-6)
+    of_cpu = costs_at(monkeypatch, masks)
+    joint = generated(planner, "")[0]
+    forward, backward = joint.forward.graph, joint.backward.graph
+    of_cpu.measure(forward, backward)
     run = [
-        one for one in nodes.ops_of(graph) if "random" in one.name or stores_mask(one)
+        one for one in nodes.ops_of(forward) if "random" in one.name or stores_mask(one)
     ]
+    kernels = Kernels(forward)
     whole, rebuilt = of_cpu.seconds(run, kernels)[0], of_cpu.rebuilt(run, kernels)[0]
-    numbers = 2 * ROWS * 64  # each is drawn, and whether it is kept is written
-    assert whole * torch.get_num_threads() == pytest.approx(numbers * 16e-9)
-    assert rebuilt < whole / 100
+    threads = torch.get_num_threads()
+    assert whole * threads == pytest.approx(numbers * 5e-6)
+    assert rebuilt * threads == pytest.approx(numbers * 1e-6)
+    fused = [one for one in nodes.ops_of(backward) if not nodes.is_alone(one)]
+    reading = of_cpu.seconds(fused, Kernels(backward))[0]
+    assert reading * threads == pytest.approx(numbers * 2e-6, rel=0.01)
+    assert Kernels(backward).truths_read(fused) == numbers
+
+
+def test_a_mask_that_costs_more_to_keep_makes_plans_without_it_cheaper(
+    planner: CompiledPlanner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dropping = planner.joint.divided(planner.ways["everything"].saved or ())
+    draw, added = 10e-9, {}
+    for more in (0.0, 5e-9):
+        costs_at(monkeypatch, MaskSeconds(draw, write=draw + more, read=more))
+        own, other = map(planner.seconds_in, (planner.joint, dropping))
+        added[more] = other - own
+    numbers, threads = 2 * ROWS * 64, torch.get_num_threads()
+    gained = (added[0.0] - added[5e-9]) * threads
+    assert gained == pytest.approx(numbers * 2 * 5e-9, rel=0.1)
 
 
 def test_contractions_are_measured(planner: CompiledPlanner) -> None:
@@ -126,16 +154,3 @@ def test_contractions_are_measured(planner: CompiledPlanner) -> None:
     assert seconds[64 * ROWS] > 4 * seconds[ROWS]  # 64 times the work
     again = [op.seconds for op in planner.step.graph.ops if op.flops]
     assert sum(again) == pytest.approx(seconds[ROWS])  # measured once
-
-
-def test_memory_that_the_system_gives_takes_time_beyond_what_a_process_keeps(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    assert 0.0 <= costs._seconds_per_fresh_byte() < 1e-7
-    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
-    monkeypatch.setattr(costs, "_seconds_per_fresh_byte", lambda: 1e-9)
-    kept = 1 << 26
-    assert costs.touching_seconds(0) == costs.touching_seconds(kept) == 0.0
-    assert costs.touching_seconds(3 * kept) == pytest.approx(2e-9 * kept)
-    monkeypatch.setattr(costs, "_seconds_per_fresh_byte", lambda: 1.0)
-    assert costs.touching_seconds(2 * kept) == pytest.approx(1e-9 * kept)  # as kept

@@ -1,0 +1,152 @@
+"""Seconds that generated code takes for random numbers and masks, measured once.
+
+On a CPU, Inductor draws one number at a time, writes truth values far slower than their
+bytes say, and reads them slowly, too. How slowly differs between machines, and whether
+a mask is kept or drawn again depends on it. So five small functions are compiled, and
+run by turns, in a process of their own: the compiler may be at work in this one.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, dataclass, fields
+from functools import partial
+from pathlib import Path
+from statistics import median
+
+import torch
+from torch.nn import functional
+
+from ckplan.tracing.costs.cost_cache import cost_cache
+from ckplan.tracing.costs.timing import seconds_of
+
+_CPU = torch.device("cpu")
+_ATEN = torch.ops.aten
+_ROWS, _WIDTH = 1 << 13, 256
+_ROUNDS, _DROPPED = 15, 2
+_PATIENCE_SECONDS = 300.0
+_RATE = 0.1  # of dropout
+_CODE = """import sys
+sys.path[:] = {path!r}
+from ckplan.tracing.costs.mask_seconds import main
+main({threads})"""
+
+
+@dataclass(frozen=True, slots=True)
+class MaskSeconds:
+    """Seconds of one number, on one core."""
+
+    draw: float  # of a random number
+    write: float  # of a truth value to memory
+    read: float  # of one from memory, in backward
+
+
+ESTIMATED = MaskSeconds(draw=9.5e-9, write=11e-9, read=2e-9)
+"""As measured on an AMD EPYC; taken where nothing can be compiled."""
+KEYS = tuple(f"{one.name} a number in generated code" for one in fields(MaskSeconds))
+"""Names in the cost cache."""
+_found: dict[tuple[Path | None, int], MaskSeconds] = {}
+
+
+def mask_seconds() -> MaskSeconds:
+    """The seconds on this machine, with the threads that torch has."""
+    cache, threads = cost_cache(_CPU), torch.get_num_threads()
+    place = cache.path, threads
+    if place not in _found:
+        kept = [cache.known_runs(key) for key in KEYS]
+        if all(kept):
+            _found[place] = MaskSeconds(*map(median, kept))
+        elif (new := _measured_apart(threads)) is None:
+            _found[place] = ESTIMATED
+        else:
+            _found[place] = new
+            runs = zip(KEYS, astuple(new), strict=True)
+            cache.learn_runs({key: (seconds,) for key, seconds in runs})
+    return _found[place]
+
+
+def _measured_apart(threads: int) -> MaskSeconds | None:
+    """What another process measures; None if it cannot."""
+    code = _CODE.format(path=sys.path, threads=threads)
+    try:
+        ended = subprocess.run(
+            [sys.executable, "-c", code],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=_PATIENCE_SECONDS,
+        )
+        return MaskSeconds(*json.loads(ended.stdout.splitlines()[-1]))
+    except (OSError, subprocess.SubprocessError, ValueError, TypeError, IndexError):
+        return None
+
+
+def main(threads: int) -> None:
+    """Measure in this process, and print the seconds."""
+    torch.set_num_threads(threads)
+    print(json.dumps(astuple(measure(threads))))
+
+
+def measure(
+    threads: int, compiled: Callable[..., Callable[..., object]] = torch.compile
+) -> MaskSeconds:
+    """Measure with the threads that torch has.
+
+    Args:
+        threads: How many these are.
+        compiled: Compiles a function.
+    """
+    x = torch.randn(_ROWS, _WIDTH)
+    given = x, x.softmax(-1), torch.rand_like(x) > _RATE
+    kinds = [compiled(one) for one in (_keeping, _dropping, _plain, _reading, _again)]
+    with torch.no_grad():
+        rounds = [
+            [seconds_of(partial(one, *given), _CPU)[0] for one in kinds]
+            for _ in range(_ROUNDS + _DROPPED)
+        ]
+    return prices_of(rounds[_DROPPED:], threads / x.numel())
+
+
+def prices_of(rounds: Sequence[Sequence[float]], scale: float) -> MaskSeconds:
+    """Differences of what was run by turns.
+
+    Args:
+        rounds: Seconds of forward that keeps a mask, drops it, and has none, and of
+            backward that reads it, and draws it again.
+        scale: Of these to one number on one core.
+    """
+    draw = median(drops - plain for _, drops, plain, _, _ in rounds)
+    write = median(keeps - drops for keeps, drops, _, _, _ in rounds)
+    again = median(draws - reads for _, _, _, reads, draws in rounds)
+    found = draw, write, draw - again
+    return MaskSeconds(*(max(seconds, 0.0) * scale for seconds in found))
+
+
+# What layers do about a mask, most of whose values are true: how fast they are read and
+# written depends on that. Backward of a softmax reads the mask in both of its loops.
+
+
+def _keeping(x: torch.Tensor, y: torch.Tensor, mask: torch.Tensor) -> object:
+    dropped, kept = torch.native_dropout(x, _RATE, True)
+    return functional.layer_norm(y + dropped, (_WIDTH,)), kept
+
+
+def _dropping(x: torch.Tensor, y: torch.Tensor, mask: torch.Tensor) -> object:
+    return functional.layer_norm(y + functional.dropout(x, _RATE), (_WIDTH,))
+
+
+def _plain(x: torch.Tensor, y: torch.Tensor, mask: torch.Tensor) -> object:
+    return functional.layer_norm(y + x, (_WIDTH,))
+
+
+def _reading(x: torch.Tensor, y: torch.Tensor, mask: torch.Tensor) -> object:
+    gradient = _ATEN.native_dropout_backward(x, mask, 1 / (1 - _RATE))
+    return _ATEN._softmax_backward_data(gradient, y, -1, x.dtype)
+
+
+def _again(x: torch.Tensor, y: torch.Tensor, mask: torch.Tensor) -> object:
+    return _reading(x, y, torch.rand_like(x) > _RATE)

@@ -1,0 +1,79 @@
+"""Seconds of random numbers and masks in generated code."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ckplan.tracing.costs import mask_seconds as prices
+from ckplan.tracing.costs.cost_cache import FOLDER_VARIABLE, cost_cache
+from ckplan.tracing.costs.mask_seconds import ESTIMATED, KEYS, MaskSeconds
+
+TOLD = "a warning\n[1e-09, 2e-09, 3e-09]\n"
+
+
+class Child:
+    """Takes the place of the process that measures."""
+
+    def __init__(self, told: str | None) -> None:
+        self.told = told
+        self.code: list[str] = []
+
+    def __call__(self, words: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        self.code.append(words[-1])
+        if self.told is None:
+            raise subprocess.CalledProcessError(1, words)
+        return subprocess.CompletedProcess(words, 0, stdout=self.told)
+
+
+def child(monkeypatch: pytest.MonkeyPatch, folder: Path, told: str | None) -> Child:
+    monkeypatch.setenv(FOLDER_VARIABLE, str(folder))
+    monkeypatch.setattr(prices, "_found", {})
+    found = Child(told)
+    monkeypatch.setattr(subprocess, "run", found)
+    return found
+
+
+def test_differences_of_what_runs_by_turns_are_the_seconds_of_one_number() -> None:
+    usual = (30.0, 18.0, 8.0, 5.0, 12.0)  # keeps, drops, plain, reads, draws again
+    found = prices.prices_of([usual, [2 * one for one in usual], usual], 0.5)
+    assert found == MaskSeconds(draw=5.0, write=6.0, read=1.5)
+    noise = (7.0, 8.0, 9.0, 1.0, 0.5)  # no price is below zero
+    assert prices.prices_of([noise], 1.0) == MaskSeconds(0.0, 0.0, 0.0)
+
+
+def test_they_are_measured_in_another_process_and_kept(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    measuring = child(monkeypatch, tmp_path, TOLD)
+    assert prices.mask_seconds() == MaskSeconds(1e-9, 2e-9, 3e-9)
+    assert prices.mask_seconds() == MaskSeconds(1e-9, 2e-9, 3e-9)
+    (code,) = measuring.code
+    assert f"main({torch.get_num_threads()})" in code
+    # Another process finds them in the cache.
+    monkeypatch.setattr(prices, "_found", {})
+    assert prices.mask_seconds() == MaskSeconds(1e-9, 2e-9, 3e-9)
+    cpu = cost_cache(torch.device("cpu"))
+    assert [cpu.known_runs(key) for key in KEYS] == [(1e-9,), (2e-9,), (3e-9,)]
+    assert len(measuring.code) == 1
+
+
+@pytest.mark.parametrize("told", [None, "", "[1e-09]\n", "nothing\n"])
+def test_estimates_are_taken_where_nothing_can_be_measured(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, told: str | None
+) -> None:
+    measuring = child(monkeypatch, tmp_path, told)
+    assert prices.mask_seconds() == prices.mask_seconds() == ESTIMATED
+    assert len(measuring.code) == 1  # tried once
+    assert not any(map(cost_cache(torch.device("cpu")).known_runs, KEYS))
+
+
+def test_what_is_measured_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    found = prices.measure(1, lambda function: function)
+    assert found.draw > 0
+    assert 0 <= found.read < 1e-6
+    assert not capsys.readouterr().out
