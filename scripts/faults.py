@@ -690,6 +690,12 @@ FAULTS = [
     ),
     Fault(
         "applying/rerunning/attributes.py",
+        "self._marks.are_of(map(vars, self._modules)) and",
+        "",
+        "applying/test_marks.py",
+    ),
+    Fault(
+        "applying/rerunning/attributes.py",
         "            and all(map(_is, values, self._values))\n",
         "",
         RERUN,

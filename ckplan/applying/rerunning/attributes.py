@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
+from ckplan.applying.rerunning.marks import DictMarks
 from ckplan.applying.rerunning.sources import Source, source_in
 
 REGISTRIES = frozenset(vars(nn.Module())) - {"training"}
@@ -35,19 +36,26 @@ class Content:
             for named in (one._parameters, one._buffers, one._modules)
         ]
         dicts = self._dicts()
+        self._marks = DictMarks(dicts)
         self._lengths = [*map(len, dicts)]
         self._keys = [*chain.from_iterable(dicts)]
         self._values = [*chain.from_iterable(map(_values_of, dicts))]
 
     def is_now(self) -> bool:
         """Whether the same objects are there, in the same order."""
+        if self._marks.are_of(map(vars, self._modules)) and self._marks.are_now():
+            return True
         dicts = self._dicts()
+        marks = DictMarks(dicts)
         values = chain.from_iterable(map(_values_of, dicts))
-        return (
+        same = (
             [*map(len, dicts)] == self._lengths
             and all(map(_is, values, self._values))
             and [*chain.from_iterable(dicts)] == self._keys
         )
+        if same:
+            self._marks = marks
+        return same
 
     def _dicts(self) -> list[dict[str, Any]]:
         return [*map(vars, self._modules), *self._registries]
