@@ -606,8 +606,8 @@ FAULTS = [
     ),
     Fault(
         "applying/rerunning/checkpoint.py",
-        "if self.is_complete or self.differs or first is None:",
-        "if first is None:",
+        "if self.is_complete or self.differs:",
+        "if False:",
         AGAIN,
     ),
     Fault(

@@ -16,6 +16,7 @@ from ckplan.applying.rerunning.sources import Source, source_in
 
 REGISTRIES = frozenset(vars(nn.Module())) - {"training"}
 _HOOKS = [name for name in REGISTRIES if name.startswith("_forward_")]
+_KEPT_IN = ("_forward_hooks", "_forward_pre_hooks")  # the others only say how to call
 _MOST_ITEMS = 10_000  # larger containers count as data that forwards only read
 _is = operator.is_
 _values_of = dict.values
@@ -126,8 +127,8 @@ class Modules:
     @property
     def hookless(self) -> list[dict[int, Any]]:
         """Where there are no hooks."""
-        others = (hooks for one in self._others for hooks in one.hookless)
-        return [*self._hookless, *others]
+        others = [hooks for one in self._others for hooks in one.hookless]
+        return self._hookless + others if others else self._hookless
 
     @property
     def has_hooks_inside(self) -> bool:
@@ -191,7 +192,8 @@ class Attributes:
         inside = list(_containers(self.plain.values()))
         hooked = [(hooks, dict(hooks)) for hooks in self._hooks if hooks]
         self.containers, self.has_hooks = inside + hooked, bool(hooked)
-        self.hookless = [hooks for hooks in self._hooks if not hooks]
+        both = (self._seen.get(name) for name in _KEPT_IN)
+        self.hookless = [hooks for hooks in both if hooks is not None and not hooks]
         self.held = [
             value
             for values in (self.plain, *(content for _, content in inside))
