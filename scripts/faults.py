@@ -606,8 +606,8 @@ FAULTS = [
     ),
     Fault(
         "applying/rerunning/checkpoint.py",
-        "if self.is_complete or self.differs or first is None:",
-        "if first is None:",
+        "if self.is_complete or self.differs:",
+        "if False:",
         AGAIN,
     ),
     Fault(
@@ -686,6 +686,12 @@ FAULTS = [
         "applying/rerunning/marks.py",
         "last[0] == mark:",
         "True:",
+        "applying/test_marks.py",
+    ),
+    Fault(
+        "applying/rerunning/attributes.py",
+        "self._marks.are_of(map(vars, self._modules)) and",
+        "",
         "applying/test_marks.py",
     ),
     Fault(

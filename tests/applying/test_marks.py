@@ -1,4 +1,4 @@
-"""Marks of random sources: every draw changes them, and states are those of now."""
+"""Marks: every draw, and every write to an attribute, changes them."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from typing import Any
 
 import numpy
 import pytest
+from torch import nn
 
 from ckplan.applying.rerunning import marks
+from ckplan.applying.rerunning.attributes import Content
 from ckplan.applying.rerunning.sources import sources_on
 
 
@@ -72,3 +74,64 @@ def test_a_mark_that_misses_draws_is_not_used() -> None:
     before = marked()
     source.random()
     assert marked() != before
+
+
+class Named:
+    """Has attributes."""
+
+
+def _fill(one: Any) -> None:
+    one.count = len(vars(one))
+
+
+WRITES: list[Callable[[Any], Any]] = [
+    _fill,
+    lambda one: setattr(one, "first", 2),
+    lambda one: delattr(one, "first"),
+    lambda one: vars(one).update(first=3),
+    lambda one: vars(one).__setitem__("other", 1),
+    lambda one: vars(one).setdefault("other", 1),
+    lambda one: vars(one).pop("first"),
+    lambda one: vars(one).popitem(),
+    lambda one: vars(one).clear(),
+    lambda one: vars(one).__ior__({"first": 4}),
+]
+
+
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("times", (1, 200))
+def test_every_write_to_attributes_is_seen(
+    write: Callable[[Any], Any], times: int
+) -> None:
+    """Also by code that Python has specialised, which then ran often."""
+    for _ in range(times):
+        one = Named()
+        vars(one).update(first=1)
+        found = marks.DictMarks([vars(one)])
+        assert found.are_now() or not marks.tells_of_dicts
+        write(one)
+        assert not found.are_now()
+
+
+@pytest.mark.parametrize("tells", (False, True))
+def test_attributes_are_compared_where_marks_changed_or_do_not_tell(
+    tells: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(marks, "tells_of_dicts", tells and marks.tells_of_dicts)
+    module = nn.Sequential(nn.Linear(2, 2))
+    content = Content([*module.modules()])
+    assert content.is_now()
+    training = module[0].training
+    module[0].training = not training
+    assert not content.is_now()
+    module[0].training = training
+    assert content.is_now() and content.is_now()
+    vars(module[0])["_buffers"] = {}
+    assert not content.is_now()
+
+
+def test_attributes_of_another_dict_are_compared() -> None:
+    module = nn.Linear(2, 2)
+    content = Content([module])
+    module.__dict__ = dict(vars(module), bias=None)
+    assert not content.is_now()

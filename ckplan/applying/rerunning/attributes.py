@@ -11,10 +11,12 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
+from ckplan.applying.rerunning.marks import DictMarks
 from ckplan.applying.rerunning.sources import Source, source_in
 
 REGISTRIES = frozenset(vars(nn.Module())) - {"training"}
 _HOOKS = [name for name in REGISTRIES if name.startswith("_forward_")]
+_KEPT_IN = ("_forward_hooks", "_forward_pre_hooks")  # the others only say how to call
 _MOST_ITEMS = 10_000  # larger containers count as data that forwards only read
 _is = operator.is_
 _values_of = dict.values
@@ -35,19 +37,26 @@ class Content:
             for named in (one._parameters, one._buffers, one._modules)
         ]
         dicts = self._dicts()
+        self._marks = DictMarks(dicts)
         self._lengths = [*map(len, dicts)]
         self._keys = [*chain.from_iterable(dicts)]
         self._values = [*chain.from_iterable(map(_values_of, dicts))]
 
     def is_now(self) -> bool:
         """Whether the same objects are there, in the same order."""
+        if self._marks.are_of(map(vars, self._modules)) and self._marks.are_now():
+            return True
         dicts = self._dicts()
+        marks = DictMarks(dicts)
         values = chain.from_iterable(map(_values_of, dicts))
-        return (
+        same = (
             [*map(len, dicts)] == self._lengths
             and all(map(_is, values, self._values))
             and [*chain.from_iterable(dicts)] == self._keys
         )
+        if same:
+            self._marks = marks
+        return same
 
     def _dicts(self) -> list[dict[str, Any]]:
         return [*map(vars, self._modules), *self._registries]
@@ -118,8 +127,8 @@ class Modules:
     @property
     def hookless(self) -> list[dict[int, Any]]:
         """Where there are no hooks."""
-        others = (hooks for one in self._others for hooks in one.hookless)
-        return [*self._hookless, *others]
+        others = [hooks for one in self._others for hooks in one.hookless]
+        return self._hookless + others if others else self._hookless
 
     @property
     def has_hooks_inside(self) -> bool:
@@ -183,7 +192,8 @@ class Attributes:
         inside = list(_containers(self.plain.values()))
         hooked = [(hooks, dict(hooks)) for hooks in self._hooks if hooks]
         self.containers, self.has_hooks = inside + hooked, bool(hooked)
-        self.hookless = [hooks for hooks in self._hooks if not hooks]
+        both = (self._seen.get(name) for name in _KEPT_IN)
+        self.hookless = [hooks for hooks in both if hooks is not None and not hooks]
         self.held = [
             value
             for values in (self.plain, *(content for _, content in inside))

@@ -98,31 +98,29 @@ class Refill:
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
             with torch._C.DisableTorchFunction():  # custom functions may pack
-                assert self._checkpoint is not None, "internal error: it has ended"
-                kept = keep(tensor, self._checkpoint.name)
-                self._fill(kept)
-            if self.is_complete or self.differs:
-                raise interrupt()
-            return kept.tensor
+                first = self._checkpoint
+                assert first is not None, "internal error: it has ended"
+                kept = keep(tensor, first.name)
+                if self.is_complete or self.differs:
+                    raise interrupt()  # the forward caught the one that ended it
+                number = self._num_saved
+                if first.kinds[number] != (tensor.shape, tensor.dtype, tensor.device):
+                    self.differs = True
+                    raise interrupt()
+                numbered = first.saved[number]()
+                if numbered is not None:
+                    numbered.kept = kept
+                self._num_saved = number = number + 1
+                if number == len(first.saved):
+                    self.is_complete = True
+                    raise interrupt()
+                return kept.tensor
 
         return saved_tensors_hooks(pack, _same)
 
     def close(self) -> None:
         """End the second run."""
         self._checkpoint = None
-
-    def _fill(self, kept: Kept) -> None:
-        number, first, tensor = self._num_saved, self._checkpoint, kept.tensor
-        if self.is_complete or self.differs or first is None:
-            return  # the forward caught the exception that ended it
-        if first.kinds[number] != (tensor.shape, tensor.dtype, tensor.device):
-            self.differs = True
-            return
-        numbered = first.saved[number]()
-        if numbered is not None:
-            numbered.kept = kept
-        self._num_saved = number + 1
-        self.is_complete = self._num_saved == len(first.saved)
 
 
 def _unpack(numbered: Numbered) -> torch.Tensor:
@@ -164,16 +162,19 @@ class Casting:
         sets the one from before.
         """
         stack = ExitStack()
-        now = torch.get_default_dtype()
-        stack.callback(torch.set_default_dtype, now)
-        if now is not self._default_dtype:
-            torch.set_default_dtype(self._default_dtype)
+        stack.callback(_set_default_dtype, torch.get_default_dtype())
+        _set_default_dtype(self._default_dtype)
         for device, dtype, casts in self._types:
             if casts or _is_autocast_enabled(device):
                 stack.enter_context(
                     torch.autocast(device, dtype, casts, cache_enabled=self._cached)
                 )
         return stack
+
+
+def _set_default_dtype(dtype: torch.dtype) -> None:
+    if torch.get_default_dtype() is not dtype:
+        torch.set_default_dtype(dtype)
 
 
 _is_autocast_enabled = torch.is_autocast_enabled

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -83,9 +84,8 @@ class Rerun:
         self._modules = memory.modules_of(module)
         tensors = [x for x in self._inputs if isinstance(x, torch.Tensor)]
         tensors += self._modules.parameters
-        self._seen: list[tuple[torch.Tensor, int, Digest | None]] = [
-            (x, version_of(x), None) for x in tensors
-        ]
+        self._tensors, self._versions = tensors, [*map(version_of, tensors)]
+        self._buffers: list[tuple[torch.Tensor, int, Digest | None]] = []
         devices = {tensor.device for tensor in tensors}
         self._snapshot = Snapshot.of(self._modules, sources_on(devices))
         self._casting = Casting({device.type for device in devices})
@@ -107,7 +107,7 @@ class Rerun:
                 return self._forward(*args, **kwargs)
         finally:
             calls.close()
-            self._seen += self._snapshot.settle()
+            self._buffers = self._snapshot.settle()
 
     def _run_again(self, refill: Refill) -> None:
         """Run the forward again, from the state that it began with.
@@ -151,7 +151,11 @@ class Rerun:
             raise self._changed(different)
 
     def _check_unchanged(self) -> None:
-        for tensor, version, like in self._seen:
+        tensors, versions = self._tensors, self._versions
+        if [*map(version_of, tensors)] == versions and not self._buffers:
+            return
+        seen = zip(tensors, versions, repeat(None), strict=False)
+        for tensor, version, like in (*seen, *self._buffers):
             now = version_of(tensor)
             if now != version or (like is not None and not is_same(like, tensor)):
                 how = f"version {version} then, {now} now"

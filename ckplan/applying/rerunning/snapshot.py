@@ -8,6 +8,7 @@ modules hold included.
 
 from __future__ import annotations
 
+import operator
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -39,7 +40,7 @@ class Snapshot:
     containers: list[tuple[Any, Any]]
     hookless: list[dict[int, Any]]  # where there are no hooks
     parameters: list[tuple[dict[str, Any], dict[str, Any]]]
-    trained: list[tuple[nn.Parameter, bool]]  # whether they require gradients
+    trained: tuple[list[nn.Parameter], list[bool]]  # whether they require gradients
     buffers: list[tuple[dict[str, Any], dict[str, Any]]]
     contents: list[tuple[torch.Tensor, torch.Tensor, int]]
     random: list[tuple[Source, Any]]
@@ -53,7 +54,7 @@ class Snapshot:
             containers=modules.containers,
             hookless=modules.hookless,
             parameters=modules.named_parameters,
-            trained=[(p, p.requires_grad) for p in modules.parameters if p.is_leaf],
+            trained=(modules.parameters, [*map(_is_trained, modules.parameters)]),
             buffers=modules.buffers,
             contents=[
                 (b, _elements(b).clone(), version_of(b))
@@ -90,7 +91,9 @@ class Snapshot:
             _fill(container, content)
         for hooks in filter(None, self.hookless):
             hooks.clear()
-        _train(self.trained)
+        parameters, trained = self.trained
+        if [*map(_is_trained, parameters)] != trained:
+            _train(zip(parameters, trained, strict=True))
         for buffer, copy, _ in self.contents:
             _elements(buffer).copy_(copy)
         for source, state in self.random:
@@ -145,8 +148,11 @@ def _is_other(now: Any, before: Any) -> bool:
 def _train(trained: Iterable[tuple[nn.Parameter, bool]]) -> None:
     """Set whether parameters require gradients."""
     for parameter, requires_grad in trained:
-        if parameter.requires_grad != requires_grad:
+        if parameter.is_leaf and parameter.requires_grad != requires_grad:
             parameter.requires_grad_(requires_grad)
+
+
+_is_trained = operator.attrgetter("requires_grad")
 
 
 def _elements(buffer: torch.Tensor) -> torch.Tensor:

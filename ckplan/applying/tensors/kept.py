@@ -22,7 +22,10 @@ class Kept(NamedTuple):
 def keep(tensor: torch.Tensor, name: str) -> Kept:
     """Keep a saved tensor with its version."""
     tensor = bare(tensor)
-    return Kept(tensor, version_of(tensor), name)
+    return _new(Kept, (tensor, version_of(tensor), name))
+
+
+_new = tuple.__new__  # saves a Python frame
 
 
 def unpack_kept(kept: Kept) -> torch.Tensor:
