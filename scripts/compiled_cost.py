@@ -109,11 +109,11 @@ def measured(name: str, threads: tuple[int, ...], rounds: int) -> list[dict[str,
     """A row for every plan and number of threads."""
     import torch
 
+    torch.set_num_threads(threads[0])  # seconds are predicted, bits compared with these
     say(f"{name}: plan")
     unplanned, plans = planned(name)
     say(f"{name}: compile")
     torch._dynamo.reset()
-    torch.set_num_threads(threads[0])  # bits are compared with so many
     workload = _built(name)
     variants = [
         _variant(workload, plan) for plan in (None, *(plan for *_, plan in plans))
