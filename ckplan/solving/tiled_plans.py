@@ -4,7 +4,8 @@ A step with calls in tiles is another graph (``simulating/tiled_regions.py``), w
 solved like any other. The cheapest plan over a few sets of tiles is taken, of which one
 is none. A set that alone costs more than a plan that was found is not searched. MLPs in
 tiles mostly cost more than their hidden values rebuilt, so they are tried only where
-the smallest peak of plans without them is in one of them. The bound
+the smallest peak of plans without them is in one of them, or where they were measured
+to be faster than whole ones. The bound
 holds for schedules of all steps that are tried.
 """
 
@@ -31,6 +32,7 @@ from ckplan.solving.tiled_heads import find_tileable_head
 from ckplan.solving.tiled_rows import find_tileable_rows
 
 _ROUNDING = 1e-9  # of overheads
+_FASTER = 1e-3  # of the step: what a set of tiles has to save, if it only saves time
 
 
 def heads_in_tiles(
@@ -189,9 +191,12 @@ class _Try:
     def is_needed(self) -> bool:
         """Whether it is worth a search: the smallest peak without it is in its calls.
 
-        Asked last, since the answer costs another search.
+        So is one that makes the step faster. Asked last, since the answer costs another
+        search.
         """
         if self._base is None:
+            return True
+        if self.least_overhead < self._base.least_overhead - _FASTER:
             return True
         more = {*self.tiled} - {*self._base.tiled}
         return not self._base.around_peak.isdisjoint(one.call for one in more)

@@ -26,6 +26,7 @@ from ckplan.plan.plan import Plan, PlannedRegion
 from ckplan.plan.resolve import resolve
 from ckplan.plan.tiles import CLOSE_BITS, RowTiles
 from ckplan.simulating.simulate import simulate
+from ckplan.solving import tiled_plans
 from ckplan.solving.levers import frontier_of, lever_baselines, search_with
 from ckplan.solving.memory_limit import MemoryLimit
 from ckplan.solving.planner import Planner
@@ -232,6 +233,15 @@ def test_tiles_that_are_faster_are_taken_before_anything_is_rebuilt() -> None:
     *points, last = frontier_of(planner, search, 4)
     assert (last.peak_bytes, last.overhead) == (planner.unplanned.peak_bytes, 0.0)
     assert last.regions == () and all(one.regions for one in points)
+
+
+@pytest.mark.parametrize(("share", "is_tiled"), [(0.05, True), (4.0, False)])
+def test_away_from_the_peak_only_faster_tiles_are_tried(
+    share: float, is_tiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tiled_plans._Try, "around_peak", frozenset())
+    plan = ckplan.solve(timed(share), "60%", allow=["tiles"])
+    assert bool(tiled(plan)) == is_tiled
 
 
 def test_close_tiles_need_to_be_allowed_and_state_their_difference() -> None:
