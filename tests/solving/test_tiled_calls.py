@@ -91,6 +91,12 @@ def step() -> Graph:
     return recorded(wide)
 
 
+def timed(share: float) -> Graph:
+    """The step, in which MLPs in tiles take a share of the seconds of whole ones."""
+    graph = step()
+    return replace(graph, tiled=tuple(replace(t, share=share) for t in graph.tiled))
+
+
 def tiled(plan: Plan) -> list[tuple[str, object]]:
     return [(one.calls, one.tiles) for one in plan.regions if one.tiles]
 
@@ -142,9 +148,10 @@ def test_plans_with_tiles_are_ejected_without_and_say_so() -> None:
 
 
 def test_tiles_are_chosen_past_break_even_only() -> None:
-    solve = partial(ckplan.solve, step(), allow=["tiles"])
+    graph = timed(2.0)
+    solve = partial(ckplan.solve, graph, allow=["tiles"])
     assert tiled(solve(budget="95%")) == []
-    without = ckplan.solve(step(), goal="min-memory").predicted
+    without = ckplan.solve(graph, goal="min-memory").predicted
     assert without is not None
     at_floor = solve(budget=without.peak_bytes).predicted
     below = solve(budget=without.peak_bytes - ROWS * HIDDEN * 4)
@@ -191,12 +198,6 @@ def test_a_profile_tests_the_bits_of_each_mlp_once(
     other = recorded(partial(Gated, WIDTH, HIDDEN // 2))
     assert not other.tiled
     assert sum("1.mlp#0: bits not tested: it would take" in n for n in other.notes) == 1
-
-
-def timed(share: float) -> Graph:
-    """The step, in which MLPs in tiles take a share of the seconds of whole ones."""
-    graph = step()
-    return replace(graph, tiled=tuple(replace(t, share=share) for t in graph.tiled))
 
 
 @pytest.mark.parametrize("share", [0.25, 4.0])
