@@ -153,8 +153,10 @@ def _follow_forward(graph: Graph, call: int) -> _Norm:
             raise refuse_rows(graph, call, "it sums up a parameter")
     output = ops[-1].outputs[0]
     tensor = graph.storages[output].tensor
-    if tensor is None or len(tensor.shape) < 2 or prod(tensor.shape[:-1]) < 2:
+    if tensor is None or len(tensor.shape) < 2:
         raise refuse_rows(graph, call, "the shape of its output is not known")
+    if prod(tensor.shape[:-1]) < 2 or tensor.shape[-1] < 2:
+        raise refuse_rows(graph, call, "its output is one row, or one column")
     known = _of_shapes(graph, call, made, tensor.shape)
     if output not in known.wide:
         raise refuse_rows(graph, call, "its output has no rows")

@@ -229,6 +229,35 @@ def test_what_is_no_norm_is_refused(name: str) -> None:
     assert str(error.value).count("\n") == 2
 
 
+class WithoutParameters(nn.Module):
+    def forward(self, rows: Tensor) -> Tensor:
+        return rows * torch.rsqrt(rows.pow(2).mean(-1, keepdim=True) + 1e-6)
+
+
+def test_a_norm_without_parameters_is_tested_and_runs_in_tiles() -> None:
+    model, rows = Around(WithoutParameters(), residual=False), batch()
+    graph = ckplan.profile(
+        model, (rows,), loss_fn=loss_of, optimizer="none", replay=False
+    )
+    assert [one.call for one in graph.tiled] == [norm_call(graph)]
+    ckplan.apply(model, plan_of(4, 2))
+    loss_of(model(rows)).backward()
+    (region,) = ckplan.status(model).regions
+    assert (region.runs, region.kept) == (1, 0)
+
+
+def test_a_mean_of_one_position_is_no_norm() -> None:
+    pooled = nn.Sequential(nn.Conv2d(3, 8, 1), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    graph = ckplan.profile(
+        pooled,
+        (torch.randn(4, 3, 1, 1),),
+        loss_fn=loss_of,
+        optimizer="none",
+        replay=False,
+    )
+    assert graph.tiled == ()
+
+
 def test_the_floor_falls_where_a_norm_owns_it() -> None:
     graph = recorded("gemma", "bfloat16", residual=True)
     least = ckplan.solve(graph, goal="min-memory").predicted

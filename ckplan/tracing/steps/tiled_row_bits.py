@@ -13,6 +13,7 @@ import hashlib
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from math import prod
 from typing import NamedTuple
 
@@ -190,7 +191,8 @@ def _programs(
 ) -> dict[int, list[RowProgram | NormProgram] | _NotTested]:
     """Call -> what its module computes, by layout; or why that is not known."""
     try:
-        modules = dict(build().model.named_modules())
+        model = build().model
+        modules = dict(model.named_modules())
     except Exception as error:
         why = f"{type(error).__name__}: {first_line(error)}"
         return dict.fromkeys(wanted, _NotTested(why))
@@ -198,7 +200,7 @@ def _programs(
     for call in wanted:
         tensor, name = _given(graph, call, calls[call]), graph.calls[call].fqn
         module = modules[name]
-        device = next(module.parameters()).device
+        device = next(chain(module.parameters(), model.parameters())).device
         try:
             with autocast_of(device, _cast_of(graph, calls[call])):
                 found[call] = [
