@@ -69,6 +69,9 @@ def _most(
         alive = (bytes_[s] for s in until if begin[s] <= at <= until[s])
         made = graph.ops[number].outputs[0]
         scratch = size(made, graph.ops[number].workspace.bytes)
+        if number < graph.num_forward:  # a tile writes elsewhere
+            written = graph.ops[number].writes
+            scratch += sum(size(s, graph.storages[s].bytes) for s in written)
         most = max(most, sum(alive) + scratch)
     return most + kept
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from math import prod
 
 from ckplan.graph.graph import Graph
+from ckplan.graph.records import Op
 from ckplan.plan.tiles import IN_NORMS, STATISTICS
 from ckplan.simulating.row_ops import RowOps
 from ckplan.simulating.row_parts import is_weight, refuse_rows
@@ -71,7 +72,7 @@ class _Norm:
 def is_norm(graph: Graph, call: int) -> bool:
     """Whether a call sums up values, and has none but elementwise ops beside."""
     one = graph.calls[call]
-    names = {op.name for op in graph.ops[one.start : one.stop]}
+    names = {op.name.removesuffix("_") for op in graph.ops[one.start : one.stop]}
     return not names.isdisjoint(STATISTICS) and names <= IN_NORMS | STATISTICS
 
 
@@ -145,12 +146,7 @@ def _follow_forward(graph: Graph, call: int) -> _Norm:
         raise refuse_rows(graph, call, "it reads others than its input and parameters")
     (hidden,) = outside
     for op in ops:
-        if op.writes or op.random or len(op.outputs) != 1:
-            raise refuse_rows(graph, call, f"it runs {op.name} in place, or at random")
-        if op.name == "mul" and op.reads == (hidden,):  # x * 2, or x * x with two uses
-            raise refuse_rows(graph, call, "mul reads its input alone")
-        if op.name in STATISTICS and not weights.isdisjoint(op.reads):
-            raise refuse_rows(graph, call, "it sums up a parameter")
+        _check_op(graph, call, op, hidden, weights)
     output = ops[-1].outputs[0]
     tensor = graph.storages[output].tensor
     if tensor is None or len(tensor.shape) < 2:
@@ -160,11 +156,24 @@ def _follow_forward(graph: Graph, call: int) -> _Norm:
     known = _of_shapes(graph, call, made, tensor.shape)
     if output not in known.wide:
         raise refuse_rows(graph, call, "its output has no rows")
+    written = {s for op in ops for s in op.writes}
+    if not known.by_row.issuperset(written):
+        raise refuse_rows(graph, call, "it changes a value in place")
     interior = made - {output}
     if any(graph.storages[s].last >= one.stop for s in interior):
         raise refuse_rows(graph, call, "a value in it is held after it")
     known.hidden, known.weights, known.interior = hidden, frozenset(weights), interior
     return known
+
+
+def _check_op(graph: Graph, call: int, op: Op, hidden: int, weights: set[int]) -> None:
+    """Check what an op of forward reads and makes."""
+    if op.random or len(op.outputs) != 1:
+        raise refuse_rows(graph, call, f"it runs {op.name} at random")
+    if op.name == "mul" and op.reads == (hidden,):  # x * 2, or x * x with two uses
+        raise refuse_rows(graph, call, "mul reads its input alone")
+    if op.name in STATISTICS and not weights.isdisjoint(op.reads):
+        raise refuse_rows(graph, call, "it sums up a parameter")
 
 
 def _of_shapes(

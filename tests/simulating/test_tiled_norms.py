@@ -208,7 +208,7 @@ REFUSED: dict[str, tuple[type[nn.Module], str]] = {
     "softmax": (Softmaxed, "it runs _softmax"),
     "columns": (Columns, "another shape than its input"),
     "kept": (Kept, "changes its attribute 'mean'"),
-    "in place": (InPlace, "it runs mean"),
+    "in place": (InPlace, "it changes a value in place"),
     "square": (Square, "mul reads its input alone"),
     "two inputs": (TwoInputs, "reads others than its input"),
 }

@@ -150,11 +150,11 @@ class _Noted:
 
     def add(self, func: Any, args: Any, kwargs: Any, made: Any) -> None:
         """Note one op."""
+        if func._schema.is_mutable:
+            func = self._out_of_place(func, args)
         name = func.overloadpacket.__name__
         if name not in IN_NORMS | STATISTICS or not isinstance(made, Tensor):
             raise NotRowWise(f"it runs {name}")
-        if func._schema.is_mutable:
-            raise NotRowWise(f"it runs {name} in place")
         if not self._is_known(made):
             raise NotRowWise("it changes the shape of a value")
         if name in STATISTICS:
@@ -173,6 +173,16 @@ class _Noted:
         *rows, columns = self._given.shape
         known = (*rows, columns), (*rows, 1), (columns,)
         return tuple(made.shape) in known and made.is_contiguous()
+
+    def _out_of_place(self, func: Any, args: Any) -> Any:
+        """The same op, but for what it writes to: numbers of rows are few."""
+        name, (first, *_) = func.overloadpacket.__name__, args
+        plain = name.removesuffix("_")
+        if id(first) not in self._step_of or first.shape[-1] != 1:
+            raise NotRowWise(f"it runs {name} in place")
+        if plain == name or plain not in IN_NORMS:
+            raise NotRowWise(f"it runs {name}")
+        return getattr(getattr(_aten, plain), func._overloadname)
 
     def _sum(self, func: Any, args: Any, kwargs: Any, made: Tensor) -> Any:
         """Arguments of a sum of rows, whatever the number of dimensions."""

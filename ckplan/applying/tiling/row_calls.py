@@ -186,7 +186,8 @@ def check_row_wise(name: str, module: nn.Module) -> None:
         PlanError: It is one of torch's own without parameters, such as an activation.
     """
     is_torchs = type(module).__module__.startswith("torch.nn.")
-    if not is_torchs or any(True for _ in module.parameters()):
+    has_own = any(True for _ in module.parameters()) or isinstance(module, nn.RMSNorm)
+    if not is_torchs or has_own:
         return
     raise PlanError(
         f"cannot tile {name or '.'}: a {type(module).__name__} has no parameters",
