@@ -93,7 +93,8 @@ class DictMarks:
     def __init__(self, dicts: Sequence[dict[str, Any]]) -> None:
         """Mark dicts as they are now; they are held, since their memory is read."""
         self._dicts = dicts
-        self._places = [ctypes.c_uint64.from_address(id(one) + _MARK) for one in dicts]
+        read = dicts if tells_of_dicts else ()
+        self._places = [ctypes.c_uint64.from_address(id(one) + _MARK) for one in read]
         self._marks = [*map(_value_of, self._places)]
 
     def are_of(self, dicts: Iterable[dict[str, Any]]) -> bool:
