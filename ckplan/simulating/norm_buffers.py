@@ -20,12 +20,11 @@ def norm_bytes(graph: Graph, found: NormOps, tiles: RowTiles) -> tuple[int, int,
     Returns:
         Of forward, of the pass over rows and of that over columns.
     """
-    by_column = _numbers_by_column(graph, found)
     rows = max(one.stop - one.start for one in tiles.of_rows(found.rows))
     columns = max(one.stop - one.start for one in tiles.of_columns(found.width))
 
     def in_rows(storage: int, bytes_: int) -> int:
-        whole = storage in by_column
+        whole = storage in found.of_columns
         return bytes_ if whole else -(-bytes_ * rows // found.rows)
 
     def in_columns(storage: int, bytes_: int) -> int:
@@ -38,15 +37,6 @@ def norm_bytes(graph: Graph, found: NormOps, tiles: RowTiles) -> tuple[int, int,
         known + _most(graph, found, found.in_rows, in_rows, found.statistics),
         known + _most(graph, found, found.in_columns, in_columns),
     )
-
-
-def _numbers_by_column(graph: Graph, found: NormOps) -> set[int]:
-    """Storages that have one number for each column."""
-    made = {s for n in found.forward for s in graph.ops[n].outputs}
-    sizes = {s: graph.storages[s].tensor for s in made}
-    return {
-        s for s, one in sizes.items() if one is not None and one.shape == (found.width,)
-    }
 
 
 def _most(

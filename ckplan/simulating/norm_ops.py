@@ -27,6 +27,7 @@ class NormOps(RowOps):
 
     statistics: frozenset[int] = frozenset()  # storages: sums of rows
     by_row: frozenset[int] = frozenset()  # storages: one number for each row
+    of_columns: frozenset[int] = frozenset()  # storages: made of parameters alone
     by_column: tuple[int, ...] = ()  # ops of forward that gradients of weights need
 
     @property
@@ -94,7 +95,7 @@ def find_norm(graph: Graph, call: int) -> NormOps:
     _find_ends(graph, call, found)
     one = graph.calls[call]
     forward = tuple(range(one.start, one.stop))
-    weights = _gradients_of_weights(graph, found)
+    weights = _numbers_of_columns(graph, found, found.back)
     in_rows = _leading_to(graph, found.back, found.ends)
     in_columns = _leading_to(graph, found.back, weights)
     if not in_rows or set(found.back) - {*in_rows, *in_columns}:
@@ -131,6 +132,7 @@ def find_norm(graph: Graph, call: int) -> NormOps:
         weights=found.weights,
         statistics=frozenset(statistics),
         by_row=found.by_row,
+        of_columns=frozenset(_numbers_of_columns(graph, found, forward)),
         by_column=_leading_to(graph, forward, [output], statistics),
     )
 
@@ -261,9 +263,11 @@ def _find_ends(graph: Graph, call: int, found: _Norm) -> None:
         raise refuse_rows(graph, call, "others add to the gradient of its input")
 
 
-def _gradients_of_weights(graph: Graph, found: _Norm) -> list[int]:
-    """Storages: one number for each column, made by backward."""
-    made = (s for n in found.back for s in graph.ops[n].creates)
+def _numbers_of_columns(
+    graph: Graph, found: _Norm, numbers: Iterable[int]
+) -> list[int]:
+    """Storages that ops make, with one number for each column."""
+    made = (s for n in numbers for s in graph.ops[n].creates)
     return [s for s in made if s not in found.wide | found.by_row]
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -77,9 +78,9 @@ class NormProgram:
             The output.
         """
         given = known or {}
-        last = self._last_uses(given.keys())
         values: dict[int, Tensor] = dict(given)
-        for number, dead in last.items():
+        steps = self._steps_of_columns if given else self._steps_of_rows
+        for number, dead in steps.items():
             if number not in given:
                 step = _with(self.steps[number], uses, operands)
                 values[number] = apply_step(step, values)
@@ -89,7 +90,15 @@ class NormProgram:
                 del values[one]
         return values[len(self.steps) - 1]
 
-    def _last_uses(self, known: Any) -> dict[int, list[int]]:
+    @cached_property
+    def _steps_of_rows(self) -> dict[int, list[int]]:
+        return self._last_uses(frozenset())
+
+    @cached_property
+    def _steps_of_columns(self) -> dict[int, list[int]]:
+        return self._last_uses(self.statistics)
+
+    def _last_uses(self, known: frozenset[int]) -> dict[int, list[int]]:
         """Steps that the output needs -> the steps whose values are read no more."""
         needed = {len(self.steps) - 1}
         last: dict[int, int] = {}
@@ -204,9 +213,11 @@ class _Noted:
             return Value(self._step_of[id(one)])
         if not is_constant(one) or one.dim() > 1 or one.numel() == 1:
             raise NotRowWise("it reads other tensors than its input and parameters")
-        if not any(known is one for known in self._operands):
-            self._operands.append(one)
-        return Operand([known is one for known in self._operands].index(True))
+        for number, known in enumerate(self._operands):
+            if known is one:
+                return Operand(number)
+        self._operands.append(one)
+        return Operand(len(self._operands) - 1)
 
     def finish(self, made: Any) -> NormProgram:
         """The norm, if the forward returned the result of its last step."""

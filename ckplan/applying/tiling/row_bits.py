@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -42,11 +42,10 @@ def check_row_bits(
     Returns:
         ``same``, or ``close`` with the largest difference.
     """
-    generator = torch.Generator().manual_seed(seed)
+    random = _random(seed, device)
 
     def normal(*sizes: int) -> Tensor:
-        made = torch.randn(*sizes, generator=generator)
-        return made.to(device, dtype)
+        return random(sizes, dtype)
 
     assert program.final is not None
     _, first = program.first[0]
@@ -111,11 +110,10 @@ def check_attention_bits(
         ``same``, or ``close`` with the largest difference.
     """
     *heads, queries, keys, features = sizes
-    generator = torch.Generator().manual_seed(seed)
+    random = _random(seed, device)
 
     def normal(rows: int) -> Tensor:
-        made = torch.randn(*heads, rows, features, generator=generator)
-        return made.to(device, dtype)
+        return random((*heads, rows, features), dtype)
 
     step = Step(torch.softmax, 0, (-1,), {}, dtype, ())
     program = Attention((*heads, queries, keys), (step,))
@@ -157,14 +155,10 @@ def check_norm_bits(
     Returns:
         ``same``, or ``close`` with the largest difference.
     """
-    generator = torch.Generator().manual_seed(seed)
-
-    def normal(shape: tuple[int, ...], of: torch.dtype) -> Tensor:
-        return torch.randn(shape, generator=generator).to(device, of)
-
-    hidden = normal(program.shape, program.given)
-    gradient = normal(program.shape, program.dtype)
-    operands = [normal(tuple(one.shape), one.dtype) for one in program.operands]
+    random = _random(seed, device)
+    hidden = random(program.shape, program.given)
+    gradient = random(program.shape, program.dtype)
+    operands = [random(one.shape, one.dtype) for one in program.operands]
 
     def plain(given: Tensor, *rest: Tensor) -> Tensor:
         return program.run([given] * program.uses, rest)
@@ -176,6 +170,18 @@ def check_norm_bits(
     return compared(
         *(partial(_results, one, given, gradient) for one in (plain, tiled))
     )
+
+
+def _random(
+    seed: int, device: torch.device
+) -> Callable[[Sequence[int], torch.dtype], Tensor]:
+    """Makes random values of a shape and dtype."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(device, dtype)
+
+    return normal
 
 
 def _results(
