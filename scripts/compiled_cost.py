@@ -98,7 +98,9 @@ def planned(name: str) -> tuple[Any, list[tuple[float, float, float, Any]]]:
         except InfeasibleError:
             plan = planner.chosen(planner.smallest).plan
             freed = (unplanned.peak_bytes - plan.budget_bytes) / kept
-        least = planner.least_overhead(plan.budget_bytes - unplanned.held_bytes)
+        least = planner.proposer.least_overhead(
+            plan.budget_bytes - unplanned.held_bytes
+        )
         found.append((share, freed, least, plan))
         if freed < share:
             break

@@ -13,9 +13,14 @@ from dataclasses import dataclass
 
 from ckplan.compiling.graph import CompiledStep, as_graph
 from ckplan.compiling.partition import JointGraph
-from ckplan.compiling.proposing import budgets_to_try, fused, saving_nodes
+from ckplan.compiling.proposing import (
+    TORCH_BUDGETS,
+    budgets_to_try,
+    fused,
+    saving_nodes,
+)
 from ckplan.compiling.saved_values import flat, saved_by
-from ckplan.compiling.search import TORCH_BUDGETS, Progress
+from ckplan.compiling.search import Progress
 from ckplan.gpus import Gpu
 from ckplan.graph.graph import Graph
 from ckplan.graph.records import GeneratedCode, SavingRegion

@@ -27,6 +27,7 @@ from ckplan.compiling.torch_names import (
     Parts,
     default_parts,
     frugal_parts,
+    module_of,
     tagged_parts,
     without_duplicates,
 )
@@ -249,7 +250,7 @@ def _saved_of_forward(joint: fx.GraphModule, parts: Parts) -> frozenset[str]:
 
 
 def _copy(module: fx.GraphModule) -> fx.GraphModule:
-    return fx.GraphModule(module, copy.deepcopy(module.graph))
+    return module_of(copy.deepcopy(module.graph), module)
 
 
 def before_gradients(graph: fx.Graph) -> Iterator[fx.Node]:
@@ -288,6 +289,27 @@ def _move_to_forward(graph: fx.Graph, saved: Collection[str]) -> None:
         last.append(node)
         last = node
         node.meta[PLACE] = IN_FORWARD
+
+
+def read_by_backward(graph: fx.Graph, saved: Collection[str]) -> set[fx.Node]:
+    """What a division that saves the nodes named hands to backward, without inputs.
+
+    Of what is named, backward may need only some.
+    """
+    changed, forward = nodes.changed_inputs(graph), {*before_gradients(graph)}
+    seen: set[fx.Node] = set()
+    found: set[fx.Node] = set()
+    todo = [node for node in graph.nodes if node not in forward]
+    while todo:
+        for node in todo.pop().all_input_nodes:
+            if node in seen or node not in forward or node.op == "placeholder":
+                continue
+            seen.add(node)
+            if node.name in saved or made_once(node, changed):
+                found.add(node)
+            else:
+                todo.append(node)
+    return found
 
 
 def made_once(node: fx.Node, changed: Collection[fx.Node]) -> bool:

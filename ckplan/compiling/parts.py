@@ -17,9 +17,10 @@ from itertools import combinations
 
 from ckplan import units
 from ckplan.compiling.joining import JoinedStep, Run, join
+from ckplan.compiling.proposing import WAYS, Candidate
 from ckplan.compiling.refusals import check_same_graph, check_within_budget
 from ckplan.compiling.replay import Replayed
-from ckplan.compiling.search import WAYS, Candidate, Chosen, CompiledPlanner
+from ckplan.compiling.search import Chosen, CompiledPlanner
 from ckplan.errors import InfeasibleError
 from ckplan.graph.records import BEFORE_STEP, GeneratedCode, SavingRegion
 from ckplan.plan.plan import Plan, PlannedRegion, Prediction, plan_fingerprint
@@ -167,7 +168,7 @@ class Parts:
         found: dict[str, Candidate] = {}
         divided = self.joined.divided(resolve(plan, graph))
         for run, regions in zip(self.runs, divided, strict=True):
-            one = self.planners[run.key].candidate(regions)
+            one = self.planners[run.key].proposer.candidate(regions)
             other = found.setdefault(run.key, one)
             found[run.key] = max(other, one, key=lambda some: some.overhead)
         chosen = self._chosen(found)
@@ -208,8 +209,8 @@ class Parts:
 
     def alike(self, name: str) -> dict[str, Candidate]:
         """One way for all graphs; those that do not have it are as torch divides."""
-        every = self.planners.items()
-        return {key: one.ways.get(name, one.candidate(())) for key, one in every}
+        every = {key: one.proposer for key, one in self.planners.items()}
+        return {k: one.ways.get(name, one.candidate(())) for k, one in every.items()}
 
     def _chosen(self, combination: Mapping[str, Candidate]) -> dict[str, Chosen]:
         return {k: self.planners[k].chosen(one) for k, one in combination.items()}
@@ -224,9 +225,11 @@ class Parts:
         """What a budget may get, in the order in which it is tried."""
         if self._is_whole:
             alone = self.runs[0].key
-            yield from ({alone: one} for one in self.planners[alone].candidates)
+            planner = self.planners[alone]
+            for one, _ in planner.each_replayed(planner.candidates):
+                yield {alone: one}
             return
-        yield {key: one.candidate(()) for key, one in self.planners.items()}
+        yield {k: one.proposer.candidate(()) for k, one in self.planners.items()}
         yield from self._combinations()
 
     def _regions(
@@ -271,8 +274,8 @@ class _Option:
 def _options(planner: CompiledPlanner) -> list[_Option]:
     step_seconds = planner.step.graph.step_seconds
     return [
-        _Option(one, planner.replayed(one.saved), one.overhead * step_seconds)
-        for one in planner.candidates
+        _Option(one, replayed, one.overhead * step_seconds)
+        for one, replayed in planner.each_replayed(planner.candidates)
     ]
 
 

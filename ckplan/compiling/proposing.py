@@ -1,22 +1,213 @@
-"""What the solver is asked for, to propose plans for compiled code."""
+"""Plans that the solver proposes for compiled code, and estimates of what they cost.
+
+The simulator knows the ops of the joint graph, but neither kernels nor the buffers that
+Inductor reuses, so proposals are many, and what counts is a replay: ``search.py``.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
-from dataclasses import replace
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from torch import fx
 
 from ckplan.compiling import nodes
+from ckplan.compiling.costs import CpuCosts
+from ckplan.compiling.cuts import Cuts
 from ckplan.compiling.graph import CompiledStep
-from ckplan.compiling.layouts import saving
-from ckplan.compiling.partition import JointGraph
+from ckplan.compiling.layouts import convolutions_to_save, saving
+from ckplan.compiling.partition import JointGraph, read_by_backward
+from ckplan.compiling.saved_values import flat, saved_by
 from ckplan.graph.graph import Graph
 from ckplan.plan.region import Region
+from ckplan.solving.planner import Planner
 
 CANDIDATES = 32
 """Budgets, evenly spaced, for which the solver proposes a plan."""
 NEAR_FLOOR = 8
 """More of them between the two smallest, and as many in the quarter above: there, the
 solver nests regions, which are flattened, and a plan without them is often smaller."""
+TORCH_BUDGETS = (0.75, 0.5, 0.25, 0.0)
+"""Values of torch's ``activation_memory_budget``: what they save is a candidate."""
+WAYS = ("every layer", "everything", *(f"torch, {one:g}" for one in TORCH_BUDGETS))
+"""Candidates whatever their simulated bytes, since ``compare`` shows them."""
+_MOST_DOMINATED = 1.1
+"""A candidate whose simulated peak exceeds that of a cheaper one by more than this
+factor is left out, if it saves no less. Replayed peaks of nearly equal ones may be in
+another order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A plan that the solver proposes."""
+
+    regions: tuple[Region, ...]
+    simulated_peak_bytes: int
+    overhead: float  # estimated for its division, as a fraction of the unplanned step
+    saved: frozenset[str] | None  # nodes that forward saves; None: torch's own choice
+
+
+class Proposer:
+    """Proposes plans for one compiled step. What they cost is estimated once."""
+
+    def __init__(self, joint: JointGraph, step: CompiledStep) -> None:
+        """Propose nothing yet.
+
+        Args:
+            joint: The joint graph, divided as torch does.
+            step: The same as a ``Graph``.
+        """
+        self._joint = joint
+        self._step = step
+        self.own = joint.instead  # what forward saves without a plan
+        self._overheads: dict[frozenset[str] | None, float] = {self.own: 0.0}
+
+    @cached_property
+    def planner(self) -> Planner:
+        """The solver of the step's ``Graph``."""
+        return Planner(self._step.graph)
+
+    @cached_property
+    def ways(self) -> Mapping[str, Candidate]:
+        """Those of ``WAYS`` that the step has, by name."""
+        return {name: self._costed(one) for name, one in self._ways.items()}
+
+    def within(self, saved_bytes: float = float("inf")) -> Iterator[Candidate]:
+        """Candidates, the cheapest first; the dearer they are, the less they take.
+
+        Args:
+            saved_bytes: Those of which forward saves more are left out.
+        """
+        some = [one for one in self._proposed if one.saved_bytes <= saved_bytes]
+        ways = {one.saved for one in self._ways.values()}
+        seen: set[frozenset[str] | None] = set()
+        cheaper: list[_Proposal] = []
+        for one in sorted(some, key=self._cheapest_first):
+            is_way = one.saved in ways
+            is_promising = is_way or not any(map(one.is_dominated_by, cheaper))
+            if not is_way:
+                cheaper.append(one)
+            if is_promising and one.saved not in seen:
+                seen.add(one.saved)
+                yield self._costed(one)
+
+    def candidate(self, regions: Sequence[Region]) -> Candidate:
+        """What compiled code can have of a plan for single ops: nothing nested."""
+        return self._costed(self._proposal(regions))
+
+    def overhead_of(self, saved: frozenset[str] | None) -> float:
+        """Estimated seconds that saving the given values adds, as a fraction.
+
+        They are those of that division of the joint graph.
+        """
+        if saved not in self._overheads:
+            assert saved is not None
+            self._overheads[saved] = self.overhead_in(self._joint.divided(saved))
+        return self._overheads[saved]
+
+    def overhead_in(self, joint: JointGraph) -> float:
+        """Estimated seconds of another division beyond torch's own, as a fraction.
+
+        Estimates are too rough to promise a gain, so 0 is the least.
+        """
+        return max(self.seconds_in(joint) / self._own_seconds - 1, 0.0)
+
+    def seconds_in(self, joint: JointGraph) -> float:
+        """Estimated seconds of a division."""
+        return self._step.divided(joint).step_seconds
+
+    def least_overhead(self, saved_bytes: int) -> float:
+        """Contractions that run again at least, as a fraction of the unplanned step.
+
+        Args:
+            saved_bytes: Most bytes that forward saves.
+        """
+        return self._cuts.seconds_at_least(saved_bytes) / self._own_seconds
+
+    @cached_property
+    def _own_seconds(self) -> float:
+        return self._step.graph.step_seconds
+
+    @cached_property
+    def _cuts(self) -> Cuts:
+        costs = CpuCosts(self._step.kernel_bytes or {})
+        costs.measure(self._joint.module.graph)
+        return Cuts(self._joint, costs.alone)
+
+    @cached_property
+    def _ways(self) -> Mapping[str, _Proposal]:
+        layers = [one for _, one in self.planner.standard_baselines.plans]
+        found = dict(zip(WAYS, (*(layers or [()]), (Region(0),)), strict=False))
+        for name, share in zip(WAYS[2:], TORCH_BUDGETS, strict=True):
+            names = self._joint.saved_by_torch(share)
+            found[name] = saving_nodes(self._step, self._joint, names, Region(0))
+        return {name: self._proposal(some) for name, some in found.items() if some}
+
+    @cached_property
+    def _proposed(self) -> Sequence[_Proposal]:
+        """Torch's own choice, the solver's plans, and all ways."""
+        planner = self.planner
+        kept = convolutions_to_save(self._joint, self._step.kernel_bytes or {})
+        found = [self._proposal(())]
+        ends = planner.floor.peak_bytes, planner.unplanned.peak_bytes
+        for budget_bytes in budgets_to_try(*ends):
+            for solver in (planner, self._fused_planner):
+                plan = solver.within(budget_bytes)
+                if plan is not None and plan[1]:
+                    found.append(self._proposal(saving(self._step, plan[1], kept)))
+        return [*found, *self._ways.values()]
+
+    @cached_property
+    def _fused_planner(self) -> Planner:
+        return Planner(fused(self._step))
+
+    def _proposal(self, regions: Sequence[Region]) -> _Proposal:
+        found = tuple(map(flat, regions))
+        simulator = self.planner.simulator
+        saved = saved_by(self._step, simulator, found) if found else self.own
+        peak_bytes = simulator.run(found).peak_bytes
+        return _Proposal(found, peak_bytes, saved, self._bytes_saved(saved))
+
+    def _bytes_saved(self, saved: frozenset[str] | None) -> int:
+        """Bytes that forward saves at least.
+
+        Of what makes several tensors, or has views, those count that backward reads.
+        """
+        if saved is None:
+            inputs = self._joint.backward.graph.find_nodes(op="placeholder")
+            saved = frozenset(one.name for one in inputs)
+        found: dict[fx.Node, int] = {}
+        for node in read_by_backward(self._joint.module.graph, saved):
+            base, num_bytes = nodes.base_of(node), nodes.num_bytes(node)
+            if base.op != "placeholder":
+                found[base] = max(found.get(base, 0), num_bytes)
+        return sum(found.values())
+
+    def _cheapest_first(self, one: _Proposal) -> tuple[float, bool, int]:
+        overhead = self.overhead_of(one.saved)
+        return overhead, bool(one.regions), one.simulated_peak_bytes
+
+    def _costed(self, one: _Proposal) -> Candidate:
+        overhead = self.overhead_of(one.saved)
+        return Candidate(one.regions, one.simulated_peak_bytes, overhead, one.saved)
+
+
+@dataclass(frozen=True, slots=True)
+class _Proposal:
+    """A candidate whose cost is not known yet, which takes longest to find."""
+
+    regions: tuple[Region, ...]
+    simulated_peak_bytes: int
+    saved: frozenset[str] | None
+    saved_bytes: int  # at least
+
+    def is_dominated_by(self, other: _Proposal) -> bool:
+        """Whether another that saves no more is simulated far below this one."""
+        is_below = (
+            _MOST_DOMINATED * other.simulated_peak_bytes < self.simulated_peak_bytes
+        )
+        return is_below and other.saved_bytes <= self.saved_bytes
 
 
 def fused(step: CompiledStep) -> Graph:

@@ -11,7 +11,8 @@ by running that kernel alone.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -77,10 +78,25 @@ def replay(lowered: Lowered, num_outputs: int) -> Replayed:
         ApplyError: The code does something that cannot be replayed.
     """
     kernels = KernelBytes()
-    try:
+    with _replay_errors():
         found = _replay(lowered, num_outputs, kernels)
         if kernels.measure():
             found = _replay(lowered, num_outputs, kernels)
+    return found
+
+
+def replay_known(lowered: Lowered, num_outputs: int) -> Replayed | None:
+    """Replay a step as ``replay`` does; None where kernels are to be measured first."""
+    kernels = KernelBytes()
+    with _replay_errors():
+        found = _replay(lowered, num_outputs, kernels)
+    return None if kernels.wants_any else found
+
+
+@contextmanager
+def _replay_errors() -> Iterator[None]:
+    try:
+        yield
     except ApplyError:
         raise
     except Exception as error:
@@ -90,7 +106,6 @@ def replay(lowered: Lowered, num_outputs: int) -> Replayed:
             needed="ops that run on fake tensors, and alone on zeros",
             hint="torch.compile without a plan, or ckplan.apply; please report it",
         ) from error
-    return found
 
 
 def replay_alone(code: Code) -> int:

@@ -9,48 +9,27 @@ candidates, so it never costs more.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeAlias
 
 from ckplan import units
-from ckplan.compiling.costs import CpuCosts
-from ckplan.compiling.cuts import Cuts
 from ckplan.compiling.graph import CompiledStep, as_graph
-from ckplan.compiling.layouts import convolutions_to_save, saving
 from ckplan.compiling.lowering import DynamoGraph, Lowered
 from ckplan.compiling.partition import JointGraph
-from ckplan.compiling.proposing import budgets_to_try, fused, saving_nodes
+from ckplan.compiling.proposing import Candidate, Proposer
 from ckplan.compiling.refusals import check_same_graph, check_within_budget
-from ckplan.compiling.replay import Replayed, replay
-from ckplan.compiling.saved_values import flat, saved_by
+from ckplan.compiling.replay import Replayed, replay, replay_known
+from ckplan.compiling.side_by_side import most_at_once, side_by_side
 from ckplan.errors import InfeasibleError
 from ckplan.plan.plan import Plan, Prediction, plan_fingerprint
 from ckplan.plan.region import Region
 from ckplan.plan.resolve import describe, resolve
 from ckplan.simulating.simulate import Simulator
-from ckplan.solving.planner import Planner
 
 Progress: TypeAlias = Callable[[str, int, int], object]
 """Told the stage of the work, the number of items done and their total."""
-TORCH_BUDGETS = (0.75, 0.5, 0.25, 0.0)
-"""Values of torch's ``activation_memory_budget``: what they save is a candidate."""
-WAYS = ("every layer", "everything", *(f"torch, {one:g}" for one in TORCH_BUDGETS))
-"""Candidates whatever their simulated bytes, since ``compare`` shows them."""
-_MOST_DOMINATED = 1.1
-"""A candidate whose simulated peak exceeds that of a cheaper one by more than this
-factor is left out. Replayed peaks of nearly equal ones may be in another order."""
-
-
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """A plan that the solver proposes."""
-
-    regions: tuple[Region, ...]
-    simulated_peak_bytes: int
-    overhead: float  # estimated for its division, as a fraction of the unplanned step
-    saved: frozenset[str] | None  # nodes that forward saves; None: torch's own choice
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,10 +72,10 @@ class CompiledPlanner:
         self.step = _nearer(joint, model, unplanned)
         self._progress = progress
         self._quick = quick
-        self._own = joint.instead
-        self._replayed: dict[frozenset[str] | None, Replayed] = {self._own: unplanned}
+        self.proposer = Proposer(joint, self.step)
+        own = self.proposer.own
+        self._replayed: dict[frozenset[str] | None, Replayed] = {own: unplanned}
         self._real = dict(self._replayed)  # of code that is, or would be, compiled
-        self._overheads: dict[frozenset[str], float] = {}
 
     def solve(self, budget_bytes: int) -> Chosen:
         """Find the cheapest candidate whose replayed peak is within a budget.
@@ -109,8 +88,11 @@ class CompiledPlanner:
             InfeasibleError: None fits; the smallest replayed peak is named.
         """
         found = self._first_within(budget_bytes)
-        if found is None and not self._is_real(self.smallest.saved):
-            found = self._first_within(budget_bytes)
+        if found is None:
+            for _ in self.each_replayed(self.candidates):
+                """The smallest is told."""
+            if not self._is_real(self.smallest.saved):
+                found = self._first_within(budget_bytes)
         if found is None:
             raise self._nothing_fits(budget_bytes)
         return found
@@ -132,15 +114,6 @@ class CompiledPlanner:
         known = [one for one in self.candidates if one.saved in self._replayed]
         return min(known, key=lambda one: self._replayed[one.saved].peak_bytes)
 
-    @cached_property
-    def ways(self) -> Mapping[str, Candidate]:
-        """Those of ``WAYS`` that the step has, by name."""
-        layers = [one for _, one in self._planner.standard_baselines.plans]
-        found = dict(zip(WAYS, (*(layers or [()]), (Region(0),)), strict=False))
-        for name, share in zip(WAYS[2:], TORCH_BUDGETS, strict=True):
-            found[name] = self._saving(self.joint.saved_by_torch(share))
-        return {name: self.candidate(some) for name, some in found.items() if some}
-
     def named(self, plan: Plan) -> Candidate:
         """Find the values that a plan saves.
 
@@ -149,7 +122,7 @@ class CompiledPlanner:
                 the graph does not have.
         """
         check_same_graph(plan, self.joint.digest)
-        return self.candidate(resolve(plan, self.step.graph))
+        return self.proposer.candidate(resolve(plan, self.step.graph))
 
     def follow(self, plan: Plan, lowered: Lowered | None = None) -> Chosen:
         """Find the values that a plan saves, and replay it.
@@ -171,18 +144,45 @@ class CompiledPlanner:
     def replayed(self, saved: frozenset[str] | None) -> Replayed:
         """The replayed step with the given values saved."""
         if saved not in self._replayed:
-            if self._progress is not None:
-                proposed = len(self.__dict__.get("candidates", ()))
-                done = len(self._replayed) if proposed else 0
-                self._progress("replaying generated code", done, proposed)
-            _, lowered = self.traced.lower(saved, quick=self._quick)
-            assert lowered is not None
-            self._replayed[saved] = replay(lowered, self.joint.num_outputs)
+            self._replayed[saved] = replay(self._lowered(saved), self._num_outputs)
         return self._replayed[saved]
 
+    def each_replayed(
+        self, some: Sequence[Candidate]
+    ) -> Iterator[tuple[Candidate, Replayed]]:
+        """Replay candidates in their order, several at a time where that is quicker."""
+        for place, one in enumerate(some):
+            if self._progress is not None:
+                self._progress("replaying generated code", place, len(some))
+            if one.saved not in self._replayed:
+                self._replay_side_by_side([other.saved for other in some[place:]])
+            yield one, self.replayed(one.saved)
+
+    def _replay_side_by_side(self, some: Sequence[frozenset[str] | None]) -> None:
+        """Replay the first, and meanwhile others that are not yet, if that can be."""
+        first, *others = (one for one in some if one not in self._replayed)
+        others = others[: most_at_once() - 1]
+        found = side_by_side(self._known, others, lambda: self.replayed(first))
+        for saved, replayed in zip(others, found, strict=True):
+            if replayed is not None:
+                self._replayed[saved] = replayed
+
+    def _known(self, saved: frozenset[str] | None) -> Replayed | None:
+        """A replay; None where that would have to measure kernels first."""
+        return replay_known(self._lowered(saved), self._num_outputs)
+
+    def _lowered(self, saved: frozenset[str] | None) -> Lowered:
+        _, lowered = self.traced.lower(saved, quick=self._quick)
+        assert lowered is not None
+        return lowered
+
+    @property
+    def _num_outputs(self) -> int:
+        return self.joint.num_outputs
+
     def _first_within(self, budget_bytes: int) -> Chosen | None:
-        for candidate in self.candidates:
-            found = self.replayed(candidate.saved)
+        most_saved_bytes = budget_bytes - self.unplanned.held_bytes
+        for candidate, found in self.each_replayed(self._within(most_saved_bytes)):
             if found.peak_bytes <= budget_bytes:
                 return self.chosen(candidate, budget_bytes)
         return None
@@ -201,7 +201,7 @@ class CompiledPlanner:
         if lowered is None:
             _, lowered = self.traced.lower(saved)
             assert lowered is not None
-        found = replay(lowered, self.joint.num_outputs)
+        found = replay(lowered, self._num_outputs)
         self._real[saved] = found
         if self._replayed.setdefault(saved, found) == found:
             return True
@@ -211,59 +211,13 @@ class CompiledPlanner:
 
     @cached_property
     def candidates(self) -> tuple[Candidate, ...]:
-        """The plans of the solver, flattened, the cheapest first."""
+        """All plans that a budget may get, flattened, the cheapest first."""
+        return self._within(float("inf"))
+
+    def _within(self, most_saved_bytes: float) -> tuple[Candidate, ...]:
         if self._progress is not None:
             self._progress("solving", 0, 0)
-        return tuple(self._proposed())
-
-    def candidate(self, regions: Sequence[Region]) -> Candidate:
-        """What compiled code can have of a plan for single ops: nothing nested."""
-        found = tuple(map(flat, regions))
-        simulator = self._planner.simulator
-        saved = saved_by(self.step, simulator, found) if found else self._own
-        peak_bytes = simulator.run(found).peak_bytes
-        return Candidate(found, peak_bytes, self.overhead_of(saved), saved)
-
-    def overhead_of(self, saved: frozenset[str] | None) -> float:
-        """Estimated seconds that saving the given values adds, as a fraction.
-
-        They are those of that division of the joint graph.
-        """
-        if saved == self._own:
-            return 0.0
-        assert saved is not None
-        if saved not in self._overheads:
-            self._overheads[saved] = self.overhead_in(self.joint.divided(saved))
-        return self._overheads[saved]
-
-    def overhead_in(self, joint: JointGraph) -> float:
-        """Estimated seconds of another division beyond torch's own, as a fraction.
-
-        Estimates are too rough to promise a gain, so 0 is the least.
-        """
-        return max(self.seconds_in(joint) / self._own_seconds - 1, 0.0)
-
-    def seconds_in(self, joint: JointGraph) -> float:
-        """Estimated seconds of a division."""
-        return self.step.divided(joint).step_seconds
-
-    def least_overhead(self, saved_bytes: int) -> float:
-        """Contractions that run again at least, as a fraction of the unplanned step.
-
-        Args:
-            saved_bytes: Most bytes that forward saves.
-        """
-        return self._cuts.seconds_at_least(saved_bytes) / self._own_seconds
-
-    @cached_property
-    def _cuts(self) -> Cuts:
-        costs = CpuCosts(self.unplanned.kernel_bytes)
-        costs.measure(self.joint.module.graph)
-        return Cuts(self.joint, costs.alone)
-
-    @cached_property
-    def _own_seconds(self) -> float:
-        return self.step.graph.step_seconds
+        return tuple(self.proposer.within(most_saved_bytes))
 
     def chosen(self, one: Candidate, budget_bytes: int | None = None) -> Chosen:
         """A candidate as a plan; by default, its budget is what it takes."""
@@ -285,39 +239,6 @@ class CompiledPlanner:
         )
         return Chosen(plan, one.saved, found, self.unplanned, one.overhead, one.regions)
 
-    @cached_property
-    def _planner(self) -> Planner:
-        return Planner(self.step.graph)
-
-    @cached_property
-    def _fused_planner(self) -> Planner:
-        return Planner(fused(self.step))
-
-    def _proposed(self) -> Iterator[Candidate]:
-        planner = self._planner
-        seen: set[frozenset[str] | None] = set()
-        kept = convolutions_to_save(self.joint, self.unplanned.kernel_bytes)
-        found = [Candidate((), planner.unplanned.peak_bytes, 0.0, self._own)]
-        ends = planner.floor.peak_bytes, planner.unplanned.peak_bytes
-        for budget_bytes in budgets_to_try(*ends):
-            for solver in (planner, self._fused_planner):
-                plan = solver.within(budget_bytes)
-                if plan is not None and plan[1]:
-                    found.append(self.candidate(saving(self.step, plan[1], kept)))
-        smallest = float("inf")
-        ways = {one.saved for one in self.ways.values()}
-        for one in sorted([*found, *self.ways.values()], key=_cheapest_first):
-            is_promising = one.simulated_peak_bytes <= _MOST_DOMINATED * smallest
-            if one.saved not in ways:
-                smallest = min(smallest, one.simulated_peak_bytes)
-            if (is_promising or one.saved in ways) and one.saved not in seen:
-                seen.add(one.saved)
-                yield one
-
-    def _saving(self, names: Collection[str]) -> tuple[Region, ...]:
-        """All of forward as one region that saves the storages of nodes."""
-        return saving_nodes(self.step, self.joint, names, Region(0))
-
     def _nothing_fits(self, budget_bytes: int) -> InfeasibleError:
         smallest = min(one.peak_bytes for one in self._replayed.values())
         budget, floor = map(units.format_bytes, (budget_bytes, smallest))
@@ -326,10 +247,6 @@ class CompiledPlanner:
             needed=f"at least {floor} ({smallest} B), the smallest replayed peak",
             hint="a larger budget, a smaller batch, or ckplan.apply, uncompiled",
         )
-
-
-def _cheapest_first(one: Candidate) -> tuple[float, bool, int]:
-    return one.overhead, bool(one.regions), one.simulated_peak_bytes
 
 
 def _nearer(joint: JointGraph, model: str, unplanned: Replayed) -> CompiledStep:

@@ -39,6 +39,7 @@ try:
     from torch._inductor.exc import CppCompileError, InvalidCxxCompiler
     from torch._inductor.graph import GraphLowering
     from torch._inductor.scheduler import OrderedSet, SchedulerNode, StarDep, WeakDep
+    from torch.fx._lazy_graph_module import _LazyGraphModule, _use_lazy_graph_module
 except (ImportError, OSError) as missing:  # what is amiss is said when it is needed
     MISSING: ImportError | OSError | None = missing
     CustomPartitionerFn = ShortenTraceback = object
@@ -82,6 +83,7 @@ __all__ = [
     "generate_code",
     "get_cpp_compiler",
     "layout_at",
+    "module_of",
     "storage_key",
     "symbol_of",
     "tagged_parts",
@@ -171,7 +173,8 @@ def compilation() -> tuple[int | None, int | None]:
 
 def default_parts(joint: fx.GraphModule, inputs: Any, how: dict[str, Any]) -> Parts:
     """Forward and backward as torch divides the joint graph without a plan."""
-    return min_cut_rematerialization_partition(joint, inputs, "inductor", **how)
+    with _use_lazy_graph_module(True):
+        return min_cut_rematerialization_partition(joint, inputs, "inductor", **how)
 
 
 def frugal_parts(
@@ -184,7 +187,18 @@ def frugal_parts(
 
 def tagged_parts(joint: fx.GraphModule, inputs: Any, how: dict[str, Any]) -> Parts:
     """Forward and backward with exactly the tagged nodes saved."""
-    return default_partition(joint, inputs, **how)
+    with _use_lazy_graph_module(True):
+        return default_partition(joint, inputs, **how)
+
+
+def module_of(graph: fx.Graph, attributes: fx.GraphModule) -> fx.GraphModule:
+    """A module that runs a graph; its code is written when it runs, which is never.
+
+    Args:
+        graph: The graph.
+        attributes: The module that has what the graph gets from its own.
+    """
+    return _LazyGraphModule(attributes, graph)
 
 
 def without_duplicates(joint: fx.GraphModule) -> fx.GraphModule:
@@ -204,7 +218,7 @@ def copy_of(graph: fx.GraphModule) -> fx.GraphModule:
     AOTAutograd finds in it where inputs come from, as in the graph itself. Otherwise it
     would not know which are parameters, and would save views of them in their place.
     """
-    copied = fx.GraphModule(graph, copy.deepcopy(graph.graph))
+    copied = module_of(copy.deepcopy(graph.graph), graph)
     copied.meta = dict(graph.meta)
     sources = getattr(graph, _SOURCES_OF_PARAMETERS, None)
     if sources is not None:

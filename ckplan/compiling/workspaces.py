@@ -54,6 +54,11 @@ class KernelBytes:
         self.seen[shapes] = max(num_bytes, self.seen.get(shapes, 0))
         return num_bytes
 
+    @property
+    def wants_any(self) -> bool:
+        """Whether there are calls whose bytes are unknown."""
+        return bool(self._wanted)
+
     def measure(self) -> bool:
         """Measure the calls whose bytes are unknown; whether there were any."""
         wanted, self._wanted = self._wanted, {}

@@ -21,8 +21,9 @@ from ckplan import units
 from ckplan.compiling import nodes
 from ckplan.compiling.partition import JointGraph, read_changed
 from ckplan.compiling.parts import Parts
+from ckplan.compiling.proposing import TORCH_BUDGETS
 from ckplan.compiling.replay import Replayed, replay
-from ckplan.compiling.search import TORCH_BUDGETS, Progress
+from ckplan.compiling.search import Progress
 from ckplan.compiling.step import parts_of, under_autocast
 from ckplan.compiling.torch_errors import require_hook
 from ckplan.errors import InfeasibleError
@@ -133,10 +134,10 @@ class _Rows:
         joints = {key: joint for key, (joint, _) in found.items()}
         replayed = {key: one for key, (_, one) in found.items()}
         planners = parts.planners
-        seconds = {k: planners[k].seconds_in(j) for k, j in joints.items()}
-        overheads = {k: planners[k].overhead_in(j) for k, j in joints.items()}
+        seconds = {k: planners[k].proposer.seconds_in(j) for k, j in joints.items()}
+        overheads = {k: planners[k].proposer.overhead_in(j) for k, j in joints.items()}
         least = {
-            k: one.least_overhead(replayed[k].saved_bytes)
+            k: one.proposer.least_overhead(replayed[k].saved_bytes)
             for k, one in planners.items()
         }
         peak_bytes = parts.peak_bytes(replayed)
@@ -166,7 +167,7 @@ def _others(parts: Parts) -> Iterator[tuple[str, _Choice, float | None]]:
     for share in TORCH_BUDGETS:
         yield f"torch, {share:g}", dict.fromkeys(parts.planners), share
     for name in ("every layer", "everything"):
-        if any(name in one.ways for one in parts.planners.values()):
+        if any(name in one.proposer.ways for one in parts.planners.values()):
             yield name, {k: c.saved for k, c in parts.alike(name).items()}, None
 
 

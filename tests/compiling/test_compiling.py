@@ -27,11 +27,11 @@ from torch._inductor.exc import CppCompileError
 from two_ranks import run_two
 
 import ckplan
-from ckplan.compiling import lowering, nodes, planned_backend
-from ckplan.compiling.lowering import Code, Lowered, in_order
+from ckplan.compiling import lowering, nodes, planned_backend, search, workspaces
+from ckplan.compiling.lowering import Code, DynamoGraph, Lowered, in_order
 from ckplan.compiling.outside import Outside
-from ckplan.compiling.proposing import budgets_to_try
-from ckplan.compiling.replay import replay
+from ckplan.compiling.proposing import Proposer, budgets_to_try
+from ckplan.compiling.replay import replay, replay_known
 from ckplan.compiling.search import Chosen, CompiledPlanner
 from ckplan.compiling.step import compiled_loss
 from ckplan.compiling.torch_names import PRIMALS, TANGENTS
@@ -205,6 +205,59 @@ def test_code_that_is_only_replayed_has_the_bytes_of_code_that_runs(
     assert found == chosen.replayed
 
 
+def test_what_saves_more_than_a_budget_leaves_is_not_replayed(
+    planner: CompiledPlanner,
+) -> None:
+    held = planner.unplanned.held_bytes
+    found = {c.saved: planner.replayed(c.saved) for c in planner.candidates}
+    for saved, replayed in found.items():
+        assert planner.proposer._bytes_saved(saved) <= replayed.saved_bytes
+    peaks = sorted(one.peak_bytes for one in found.values())
+    budget_bytes = peaks[len(peaks) // 2]
+    tried = {c.saved for c in planner.proposer.within(budget_bytes - held)}
+    assert len(tried) < len(found)
+    left_out = [one for saved, one in found.items() if saved not in tried]
+    assert min(one.peak_bytes for one in left_out) > budget_bytes
+    other = copy.copy(planner)
+    other._replayed = dict(planner._real)
+    solved = other.solve(budget_bytes)
+    fitting = [
+        c for c in planner.candidates if found[c.saved].peak_bytes <= budget_bytes
+    ]
+    assert solved.saved == fitting[0].saved
+    assert len(other._replayed) < len(found)
+
+
+def test_plans_that_several_processes_replay_are_those_of_one(
+    planner: CompiledPlanner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = copy.copy(planner)
+    other._replayed = dict(planner._real)
+    lowered: list[object] = []
+    lower = DynamoGraph.lower
+
+    def counted(self: DynamoGraph, *args: Any, **kwargs: Any) -> Any:
+        lowered.append(args)
+        return lower(self, *args, **kwargs)
+
+    monkeypatch.setattr(search, "most_at_once", lambda: 3)
+    monkeypatch.setattr(DynamoGraph, "lower", counted)
+    found = {c.saved: one for c, one in other.each_replayed(planner.candidates)}
+    assert 3 * len(lowered) <= len(found) + 3  # here, one of three
+    assert found == {c.saved: planner.replayed(c.saved) for c in planner.candidates}
+
+
+def test_a_copy_measures_no_kernel(planner: CompiledPlanner) -> None:
+    _, lowered = planner.traced.lower(planner.candidates[-1].saved, quick=True)
+    assert lowered is not None
+    count = planner.joint.num_outputs
+    known = replay_known(lowered, count)
+    assert known == replay(lowered, count)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(workspaces, "_KNOWN", {})
+        assert replay_known(lowered, count) is None
+
+
 def test_a_plan_is_made_again_if_the_code_that_runs_takes_other_bytes(
     planner: CompiledPlanner,
 ) -> None:
@@ -238,7 +291,7 @@ def test_candidates_are_ordered_and_none_is_far_above_a_cheaper_one(
     found = planner.candidates
     assert [c.overhead for c in found] == sorted(c.overhead for c in found)
     assert len({c.saved for c in found}) == len(found)
-    compared = {c.saved for c in planner.ways.values()}
+    compared = {c.saved for c in planner.proposer.ways.values()}
     assert compared <= {c.saved for c in found}
     proposed = [c for c in found if c.saved not in compared]
     for place, one in enumerate(proposed[1:], 1):
@@ -249,8 +302,8 @@ def test_candidates_are_ordered_and_none_is_far_above_a_cheaper_one(
 def test_torch_s_own_division_comes_before_others_that_cost_nothing(
     planner: CompiledPlanner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(CompiledPlanner, "overhead_of", lambda *_: 0.0)
-    first, *others = planner._proposed()
+    monkeypatch.setattr(Proposer, "overhead_of", lambda *_: 0.0)
+    first, *others = planner.proposer.within()
     assert first.saved is None
     assert others
 

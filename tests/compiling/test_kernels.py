@@ -51,7 +51,7 @@ def _planner() -> CompiledPlanner:
 
 
 def generated(planner: CompiledPlanner, way: str) -> tuple[JointGraph, Code, Code]:
-    saved = planner.ways[way].saved if way else None
+    saved = planner.proposer.ways[way].saved if way else None
     joint, lowered = planner.traced.lower(saved)
     assert joint is not None
     assert lowered is not None
@@ -131,11 +131,11 @@ def test_a_dropped_mask_is_drawn_again_and_neither_written_nor_read(
 def test_a_mask_that_costs_more_to_keep_makes_plans_without_it_cheaper(
     planner: CompiledPlanner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    dropping = planner.joint.divided(planner.ways["everything"].saved or ())
+    dropping = planner.joint.divided(planner.proposer.ways["everything"].saved or ())
     draw, added = 10e-9, {}
     for more in (0.0, 5e-9):
         costs_at(monkeypatch, MaskSeconds(draw, write=draw + more, read=more))
-        own, other = map(planner.seconds_in, (planner.joint, dropping))
+        own, other = map(planner.proposer.seconds_in, (planner.joint, dropping))
         added[more] = other - own
     numbers, threads = 2 * ROWS * 64, torch.get_num_threads()
     gained = (added[0.0] - added[5e-9]) * threads

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from ckplan.compiling import search
+from ckplan.compiling import proposing
 from ckplan.compiling.lowering import DynamoGraph
 from ckplan.compiling.replay import replay
 from ckplan.compiling.search import CompiledPlanner
@@ -76,7 +76,7 @@ def few_pixels() -> tuple[nn.Module, torch.Tensor]:
 def test_no_proposal_gives_convolutions_a_kernel_with_more_scratch_memory() -> None:
     planner = planned(*few_pixels())
     peak_bytes = planner.unplanned.peak_bytes
-    ways = {one.saved for one in planner.ways.values()}
+    ways = {one.saved for one in planner.proposer.ways.values()}
     proposed = [c for c in planner.candidates if c.saved and c.saved not in ways]
     assert proposed
     assert all("convolution" in one.saved for one in proposed if one.saved)
@@ -88,7 +88,10 @@ def test_no_proposal_gives_convolutions_a_kernel_with_more_scratch_memory() -> N
 
 def test_what_torch_saves_is_a_plan_that_reads_back() -> None:
     planner = planned(Blocks(), torch.randn(256, 16))
-    for name in search.WAYS[1:]:
-        one = planner.ways[name]
+    for name in proposing.WAYS[1:]:
+        one = planner.proposer.ways[name]
         plan = planner.chosen(one).plan
-        assert planner.candidate(resolve(plan, planner.step.graph)).saved == one.saved
+        assert (
+            planner.proposer.candidate(resolve(plan, planner.step.graph)).saved
+            == one.saved
+        )

@@ -1,0 +1,105 @@
+"""The same work for several items at a time, by copies of this process.
+
+A copy knows all that this process knew when it was made. Nothing that it does reaches
+this process but its result, and where it fails or stops, there is none.
+"""
+
+from __future__ import annotations
+
+import io
+import multiprocessing
+import os
+import signal
+import sys
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from typing import Generic, TypeVar
+
+import torch
+
+_Item = TypeVar("_Item")
+_Result = TypeVar("_Result")
+_MOST = 4  # at a time: copies of what is large take memory
+_PATIENCE, _LEAST_PATIENCE_SECONDS = 4.0, 20.0
+"""How much longer than this process a copy may take. A lock that another thread held
+when it was made is never released in it."""
+
+
+def most_at_once() -> int:
+    """How many items can be worked at: at most as many as torch has threads."""
+    if sys.platform != "linux" or multiprocessing.current_process().daemon:
+        return 1
+    return min(torch.get_num_threads(), len(os.sched_getaffinity(0)), _MOST)
+
+
+def side_by_side(
+    work: Callable[[_Item], _Result],
+    items: Sequence[_Item],
+    meanwhile: Callable[[], object],
+) -> list[_Result | None]:
+    """What a function makes of each item, in their order, each in a copy of its own.
+
+    Args:
+        work: Makes something that can be sent between processes.
+        items: One fewer than there are processes to be.
+        meanwhile: About as much work, for this process. Its errors are raised.
+
+    Returns:
+        None where a copy has not made anything.
+    """
+    copies: list[_Copy[_Result]] = []
+    try:
+        with suppress(OSError):  # as many as there is memory for
+            copies.extend(_Copy(work, item) for item in items)
+        began = time.monotonic()
+        meanwhile()
+        took = time.monotonic() - began
+        until = time.monotonic() + _PATIENCE * took + _LEAST_PATIENCE_SECONDS
+        found = [one.result(until) for one in copies]
+    finally:
+        for one in copies:
+            one.stop()
+    return [*found, *([None] * (len(items) - len(found)))]
+
+
+class _Copy(Generic[_Result]):
+    """A copy of this process, made by a fork, as this process sees it."""
+
+    def __init__(self, work: Callable[[_Item], _Result], item: _Item) -> None:
+        fork = multiprocessing.get_context("fork")
+        self._pipe, theirs = fork.Pipe(duplex=False)
+        self._process = fork.Process(
+            target=_work, args=(theirs, work, item), daemon=True
+        )
+        with warnings.catch_warnings():  # the threads that it lacks are idle ones
+            warnings.simplefilter("ignore", DeprecationWarning)
+            self._process.start()
+        theirs.close()
+
+    def result(self, until: float) -> _Result | None:
+        """What it has made; None if there is nothing at a time of the clock."""
+        with suppress(EOFError, OSError):
+            if self._pipe.poll(max(until - time.monotonic(), 0.0)):
+                found: _Result | None = self._pipe.recv()
+                return found
+        return None
+
+    def stop(self) -> None:
+        """End it."""
+        self._process.kill()
+        self._process.join()
+        self._pipe.close()
+
+
+def _work(pipe: Connection, work: Callable[[_Item], _Result], item: _Item) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the other process ends this one
+    silence = os.open(os.devnull, os.O_RDWR)
+    for stream in (0, 1, 2):
+        os.dup2(silence, stream)
+    sys.stdout = sys.stderr = io.StringIO()  # in a notebook, these have no number
+    torch.set_num_threads(1)  # those of the other process are not there
+    with suppress(Exception):  # raised where it is done once more
+        pipe.send(work(item))
