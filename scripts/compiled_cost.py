@@ -3,15 +3,18 @@
 The step of every workload, forward, loss and backward with dropout, is compiled by
 torch alone and with plans that free shares of the activations that torch's own division
 keeps for backward. All are compiled in one process, for one model, and take steps by
-turns, every second turn in reverse; the first turns are dropped. An overhead is the
-median over turns of the ratio to the step without a plan of the same turn, less one.
-Peaks are measured in a step before, parameters and batch included, bits compared in the
-first. Where no plan frees the share, the smallest plan has the row. Predicted overheads
-are those of the plan files. The most that is asked is of the measured ones. "Least" is
-what contractions and attention take that any division runs again in backward if it
-saves no more than the budget leaves beside parameters and batch: a minimum cut of the
-joint graph at their measured seconds (`ckplan/compiling/cuts.py`). All else is fused,
-counts as free there, and can be a gain.
+turns, every second turn in reverse; the first turns are dropped. The process keeps its
+memory: otherwise each step gets some of it anew from the system, and how much is a
+matter of what was freed before. "Faults" are pages that a step got nevertheless, with
+the plan and without, in the median. An overhead is the median over turns of the ratio
+to the step without a plan of the same turn, less one. Peaks are measured in a step
+before, parameters and batch included, bits compared in the first. Where no plan frees
+the share, the smallest plan has the row. Predicted overheads are those of the plan
+files. The most that is asked is of the measured ones. "Least" is what contractions and
+attention take that any division runs again in backward if it saves no more than the
+budget leaves beside parameters and batch: a minimum cut of the joint graph at their
+measured seconds (`ckplan/compiling/cuts.py`). All else is fused, counts as free there,
+and can be a gain.
 
 Rows are kept beside the page, as JSON, so that some can be measured again:
 
@@ -25,6 +28,7 @@ bits, costs more than asked, or more than 2 points more or less than predicted.
 from __future__ import annotations
 
 import argparse
+import resource
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -38,6 +42,7 @@ from _measuring import (
     chosen,
     finish,
     format_overhead,
+    keep_memory,
     make_parser,
     make_table,
     run,
@@ -64,7 +69,8 @@ NEAR = 0.02  # of the predicted overhead
 DROPPED = 2  # first turns
 HEADERS = (
     *("workload", "freed", "threads", "budget", "replayed", "measured", "bits equal"),
-    *("step", "predicted", "overhead", "quartiles", "least", "asked", "date"),
+    *("step", "faults", "predicted", "overhead", "quartiles", "least", "asked"),
+    "date",
 )
 
 
@@ -76,6 +82,7 @@ class Variant:
     peak_bytes: int = 0
     values: list[Any] = field(default_factory=list)  # of the loss and all gradients
     seconds: list[float] = field(default_factory=list)
+    faults: list[int] = field(default_factory=list)  # pages that were got anew
 
 
 def planned(name: str) -> tuple[Any, list[tuple[float, float, float, Any]]]:
@@ -125,12 +132,14 @@ def measured(name: str, threads: tuple[int, ...], rounds: int) -> list[dict[str,
         torch.set_num_threads(count)
         for one in variants:
             one.seconds.clear()
+            one.faults.clear()
         for number in range(rounds + DROPPED):
             say(f"{name}: {count} threads, turn {number + 1} of {rounds + DROPPED}")
             for one in variants[:: -1 if number % 2 else 1]:
-                begin = time.perf_counter()
+                begin, before = time.perf_counter(), _faults()
                 one.take()
                 one.seconds.append(time.perf_counter() - begin)
+                one.faults.append(_faults() - before)
         plain, *others = variants
         for (share, freed, least, plan), one in zip(plans, others, strict=True):
             taken = zip(one.seconds[DROPPED:], plain.seconds[DROPPED:], strict=True)
@@ -148,10 +157,18 @@ def measured(name: str, threads: tuple[int, ...], rounds: int) -> list[dict[str,
                     "step_seconds": statistics.median(plain.seconds[DROPPED:]),
                     "predicted": plan.predicted.overhead,
                     "least": least,
+                    "faults": [
+                        round(statistics.median(some.faults[DROPPED:]))
+                        for some in (one, plain)
+                    ],
                     "ratios": [own / other for own, other in taken],
                 }
             )
     return rows
+
+
+def _faults() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
 def _equal(values: list[Any], others: list[Any]) -> bool:
@@ -216,6 +233,7 @@ def cells(row: dict[str, Any]) -> list[str]:
         *(format_bytes(row[key]) for key in ("budget_bytes", "replayed", "measured")),
         "yes" if row["equal"] else "no",
         format_seconds(row["step_seconds"]),
+        " / ".join(f"{count:,}" for count in row["faults"]),
         format_overhead(row["predicted"]),
         format_overhead(overhead_of(row)),
         f"{format_overhead(low - 1)} to {format_overhead(high - 1)}",
@@ -247,6 +265,7 @@ def broken(row: dict[str, Any]) -> Iterator[str]:
 def main() -> int:
     """Measure the workloads asked for."""
     args = _arguments()
+    keep_memory()
     for name in chosen(SETTINGS, args.only):
         found = measured(name, tuple(args.threads), args.rounds)
         keep("compiled_cost", found, ("workload", "wanted", "threads"))
