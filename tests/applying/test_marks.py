@@ -58,7 +58,7 @@ def test_another_generator_below_numpy_is_read_each_time() -> None:
     place.state()
     try:
         numpy.random.set_bit_generator(numpy.random.PCG64(5))
-        assert marks.numpy_mark(numpy.random.get_state.__self__) is None
+        assert marks.numpy_mark(numpy.random.get_state.__self__)() is None
         state = place.state()
         first = numpy.random.rand()
         assert not place.is_at(state)
@@ -70,7 +70,7 @@ def test_another_generator_below_numpy_is_read_each_time() -> None:
 
 def test_a_mark_that_misses_draws_is_not_used() -> None:
     source = random.Random(0)
-    marked = marks.Marked(source.getstate, lambda source: 0, random.Random(0))
+    marked = marks.Marked(source.getstate, lambda source: lambda: 0, random.Random(0))
     before = marked()
     source.random()
     assert marked() != before

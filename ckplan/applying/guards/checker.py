@@ -332,15 +332,17 @@ class GuardChecker(TorchFunctionMode):
         self, tensor: torch.Tensor, call: CallGuard | None, expected: int
     ) -> Kept | Dropped:
         """Pack a tensor as the recorded forward did, by its number."""
-        number = self._num_packed
-        if number >= expected or self._packed[number].size != tensor.shape:
+        number, dropped = self._num_packed, None
+        if number < expected:
+            size, _, dropped, _ = self._packed[number]
+        if number >= expected or size != tensor.shape:
             self._miss_after_call(call, self._place(call or self._next))
             return keep(tensor, self.name)
         self._num_packed = number + 1
         captures = self.expected.captures
         if captures and number in captures:
             self._capture(captures[number], tensor)
-        if self._packed[number].ref is not None:
+        if dropped is not None:
             return Dropped(self._handle, number)
         return keep(tensor, self.name)
 

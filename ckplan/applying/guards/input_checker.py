@@ -12,7 +12,7 @@ from ckplan.applying.guards.guarded_program import (
     TensorGuard,
 )
 from ckplan.applying.tensors.arguments import has_geometry
-from ckplan.applying.tensors.retained import Retained, retain
+from ckplan.applying.tensors.retained import Retained, retain, retain_parameter
 
 
 class InputChecker:
@@ -55,5 +55,9 @@ class InputChecker:
         if self._addresses.setdefault(storage, address) != address:
             return False
         if value >= 0 and value not in self._held:
-            self._held[value] = retain(tensor)
+            self._held[value] = (
+                retain_parameter(tensor, geometry)
+                if type(tensor) is torch.nn.Parameter
+                else retain(tensor)
+            )
         return True
