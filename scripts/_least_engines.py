@@ -70,7 +70,7 @@ class Guarded(TorchFunctionMode):
         call = self._next
         if call is None or (call.func is not func and call.func != func):
             return self._other(func, args, kwargs or {})
-        if not call.matches(args, kwargs, self._made, (), self._met, self._meet):
+        if not call.matches(args, kwargs, self._made, (), self._met, self):
             raise AssertionError(f"{func} with other arguments")
         out = func(*args, **kwargs) if kwargs else func(*args)
         if call.is_new:
@@ -95,7 +95,7 @@ class Guarded(TorchFunctionMode):
         self._learned.append(_Call(func, matches, numbers, is_new))
         return out
 
-    def _meet(self, number: int, tensor: torch.Tensor) -> bool:
+    def meet(self, number: int, tensor: torch.Tensor) -> bool:
         self._met.append(ref(tensor))
         return True
 

@@ -145,7 +145,7 @@ class CallCheck(TorchFunctionMode):
             and (call.func is func or call.func == func)
             and _is_grad_enabled() is call.grad_mode
             and _get_default_dtype() is call.default_dtype
-            and call.matches(args, kwargs, self._made, (), self.met, self._meet_known)
+            and call.matches(args, kwargs, self._made, (), self.met, self)
             and (
                 not _is_autocast_enabled()
                 if call.simple
@@ -188,7 +188,7 @@ class CallCheck(TorchFunctionMode):
             if number == len(self._made):
                 self._made.append(weakref.ref(tensor))
 
-    def _meet_known(self, number: int, tensor: torch.Tensor) -> bool:
+    def meet(self, number: int, tensor: torch.Tensor) -> bool:
         """Whether a tensor from outside is as it was learned."""
         assert self.known is not None
         if not has_geometry(tensor, self.known.outside[number]):

@@ -40,9 +40,7 @@ def numpy_mark(source: Any) -> Mark:
     if type(bits).__name__ != _MERSENNE:
         return lambda: None
     numbers = _memory(bits.ctypes.state_address, _MERSENNE_BYTES)
-    return lambda: (
-        (content.raw, numbers.raw) if source._bit_generator is bits else None
-    )
+    return lambda: (content.raw, numbers.raw) if source._bit_generator is bits else None
 
 
 class Marked:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from types import CodeType, FunctionType
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 from weakref import ref
 
 import torch
@@ -22,8 +22,13 @@ _MANY = 16  # numbers in a row that are tested all at once
 _NO_WRITES: Mapping[int, int] = {}
 _SAME = (bool, type(None), type(...))  # one object for each value
 
-Meet: TypeAlias = Callable[[int, torch.Tensor], bool]
-"""Whether a tensor from outside passes the guard of that number."""
+
+class Guard(Protocol):
+    """Guards tensors from outside."""
+
+    def meet(self, number: int, tensor: torch.Tensor) -> bool:
+        """Whether a tensor passes the guard of that number."""
+
 
 Matcher: TypeAlias = Callable[
     [
@@ -32,7 +37,7 @@ Matcher: TypeAlias = Callable[
         Sequence[ref[torch.Tensor]],
         Sequence[int],
         Sequence[ref[torch.Tensor]],
-        Meet,
+        Guard,
     ],
     bool,
 ]
@@ -86,7 +91,7 @@ class _Writer:
         unpacking = f" {', '.join(names)}, = args" if names else " pass"
         return "\n".join(
             (
-                "def matches(args, kwargs, made, versions, met, meet):",
+                "def matches(args, kwargs, made, versions, met, guard):",
                 f" if len(args) != {num_args}: return False",
                 unpacking,
                 f" try: return {' and '.join(self.tests)}",
@@ -183,12 +188,12 @@ class _Writer:
         if number >= 0:
             self.tests.append(f"made[{number}]() is {what} is not None")
             if number in self.writes:
-                since = f"versions[{number}] + {self.writes[number]}"
-                self.tests.append(f"{what}._version == {since}")
+                since = f" + {self.writes[number]}" if self.writes[number] else ""
+                self.tests.append(f"{what}._version == versions[{number}]{since}")
         elif -1 - number < self.num_met:
             self.tests.append(f"met[{-1 - number}]() is {what} is not None")
         else:
-            self.tests.append(f"meet({self.num_met}, {what})")
+            self.tests.append(f"guard.meet({self.num_met}, {what})")
             self.num_met += 1
 
     def _name(self, value: Any) -> str:
