@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ckplan.applying.rerunning.marks import DictMarks
-from ckplan.applying.rerunning.sources import Source, source_in
+from ckplan.applying.rerunning.sources import source_in
 
 REGISTRIES = frozenset(vars(nn.Module())) - {"training"}
 _HOOKS = [name for name in REGISTRIES if name.startswith("_forward_")]
