@@ -245,7 +245,7 @@ class GuardChecker(TorchFunctionMode):
         if self.rerecorder is not None:
             return out
         same = self._num_packed == call.packed_after
-        if same and call.returns_new and type(out) is torch.Tensor:
+        if same and call.returns_new and type(out) is _Tensor:
             self._made.append(ref(out))
             self._versions.append(version_of(out))
         elif not (same and call.number(out, self._made, self._versions, self._met)):
@@ -294,7 +294,7 @@ class GuardChecker(TorchFunctionMode):
 
     def meet(self, number: int, tensor: torch.Tensor) -> bool:
         """Whether a tensor that appears for the first time passes its guard."""
-        is_parameter = type(tensor) is torch.nn.Parameter
+        is_parameter = type(tensor) is _Parameter
         if not is_parameter and any(one() is tensor for one in self._made):
             return False  # a call returned it
         return self._inputs.meet(number, tensor)
@@ -343,6 +343,7 @@ class GuardChecker(TorchFunctionMode):
 
 
 _NOTHING = (None, -1, None, 0)  # is packed here
+_Tensor, _Parameter = torch.Tensor, torch.nn.Parameter  # saves looking up
 _is_grad_enabled = torch.is_grad_enabled
 _is_autocast_enabled = torch._C._is_any_autocast_enabled
 _get_default_dtype = torch.get_default_dtype

@@ -30,9 +30,7 @@ class InputChecker:
 
     def meet(self, number: int, tensor: object) -> bool:
         """Whether the next tensor from outside passes its guard."""
-        if type(tensor) is not torch.nn.Parameter and not isinstance(
-            tensor, torch.Tensor
-        ):
+        if type(tensor) is not _Parameter and not isinstance(tensor, _Tensor):
             return False
         self.met.append(ref(tensor))
         return self._passes(self._expected.inputs[number], tensor)
@@ -57,7 +55,10 @@ class InputChecker:
         if value >= 0 and value not in self._held:
             self._held[value] = (
                 retain_parameter(tensor, geometry)
-                if type(tensor) is torch.nn.Parameter
+                if type(tensor) is _Parameter
                 else retain(tensor)
             )
         return True
+
+
+_Tensor, _Parameter = torch.Tensor, torch.nn.Parameter  # saves looking up

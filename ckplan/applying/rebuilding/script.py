@@ -262,10 +262,20 @@ def _copied(retained: Retained, region: str) -> Retained:
 
 def _view_of_retained(retained: Retained, ref: Ref, region: str) -> torch.Tensor:
     """A view of a tensor that may have been moved, but not changed, since forward."""
-    moved = retained.moved(region)
+    tensor, moved = retained.tensor, retained.moved(region)
+    _, size, stride, offset, dtype, is_conj, is_neg = ref
+    if (
+        not moved
+        and size == retained.size
+        and stride == retained.stride
+        and offset == retained.offset
+        and dtype is retained.dtype
+        and not (is_conj or is_neg or tensor.is_conj() or tensor.is_neg())
+    ):
+        return tensor  # as most parameters are taken
     if moved:
         ref = ref._replace(offset=ref.offset + moved)
-    return view_of(retained.tensor, ref)
+    return view_of(tensor, ref)
 
 
 _GLOBALS: Final[dict[str, Any]] = {

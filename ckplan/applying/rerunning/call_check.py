@@ -153,7 +153,7 @@ class CallCheck(TorchFunctionMode):
             )
         ):
             out = func(*args, **kwargs) if kwargs else func(*args)
-            if call.returns_new and type(out) is torch.Tensor:
+            if call.returns_new and type(out) is _Tensor:
                 self._made.append(weakref.ref(out))
             else:
                 self._number(call, out)
@@ -332,6 +332,7 @@ def _shown(tensor: torch.Tensor) -> str:
     return f"tensor of shape {tuple(tensor.shape)}"
 
 
+_Tensor = torch.Tensor  # saves looking up
 _is_grad_enabled = torch.is_grad_enabled
 _is_autocast_enabled = torch._C._is_any_autocast_enabled
 _get_default_dtype = torch.get_default_dtype
