@@ -77,7 +77,7 @@ _QUERIES = frozenset(
         torch.is_floating_point,
         torch.is_complex,
         torch.numel,
-        *(getattr(torch.Tensor, name).__get__ for name in _FACTS),
+        *(one.__get__ for name in _FACTS if (one := getattr(torch.Tensor, name, None))),
     }
 )
 
