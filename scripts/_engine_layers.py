@@ -6,16 +6,18 @@ steps in turns in this process, each with a model of its own; figures are median
 rounds of the seconds beyond the unplanned step's in the same round, per layer.
 
 The last rows are what no engine in Python can do without, since torch calls it back for
-every function and for every saved tensor. ``LEAST_WATCH``: a function mode compares
-each function with the one it expects, and hooks number what is saved.
-``LEAST_GUARDS``: it compares arguments, too, by matchers that are compiled for each
-call, and nothing else that could differ: a change of an argument would give a wrong
-gradient. ``LEAST_AGAIN``: the ops that are rebuilt are called once more, below
-autograd, from the random states of the forward, with their arguments at hand, views of
-what is rebuilt made anew. The last two bound a program that notices what differs.
-``LEAST_RERUN``: forward runs again, from torch's random state, with such a mode and
-hooks that number what is saved in both runs, and nothing else that a checkpoint does;
-``LEAST_GUARDED_RERUN`` compares arguments in both: it bounds a rerun that notices.
+every function and for every saved tensor. ``LEAST_CALLED``: a function mode looks at
+nothing, and hooks number what is saved, as in all rows below: compiled code that
+compares in no time would still take that. ``LEAST_WATCH``: it compares each function
+with the one it expects. ``LEAST_GUARDS``: it compares arguments, too, by matchers that
+are compiled for each call, and nothing else that could differ: a change of an argument
+would give a wrong gradient. ``LEAST_AGAIN``: the ops that are rebuilt are called once
+more, below autograd, from the random states of the forward, with their arguments at
+hand, views of what is rebuilt made anew. The last two bound a program that notices what
+differs. ``LEAST_CALLED_RERUN``, ``LEAST_RERUN``: forward runs again, from torch's
+random state, with such a mode and such hooks in both runs, and nothing else that a
+checkpoint does; ``LEAST_GUARDED_RERUN`` compares arguments in both: it bounds a rerun
+that notices.
 """
 
 from __future__ import annotations
@@ -53,9 +55,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 STEP, BY_HAND, RERUN_ALL = "unplanned", "torch's checkpoint", "by: rerun"
 NOTHING, EVERYTHING = "by: program, nothing saved", "by: program, everything saved"
+LEAST_CALLED = "least: functions called, tensors numbered"
 LEAST_WATCH = "least: functions compared, tensors numbered"
 LEAST_AGAIN = "least: rebuilt ops alone"
 LEAST_GUARDS = "least: functions and arguments compared, tensors numbered"
+LEAST_CALLED_RERUN = "least: forward again, functions called in both"
 LEAST_RERUN = "least: forward again, functions compared in both"
 LEAST_GUARDED_RERUN = "least: forward again, arguments compared in both"
 DROPPED_ROUNDS = 3
@@ -107,9 +111,13 @@ def per_layer(family: str, options: dict[str, Any], rounds: int) -> dict[str, Se
         EVERYTHING: _planned(
             spec, graph, [Region(one, save=_outputs(graph, one)) for one in layers]
         ),
+        LEAST_CALLED: _step(spec, partial(least.watch, names, least.Called)),
         LEAST_WATCH: _step(spec, partial(least.watch, names, least.Compared)),
         LEAST_GUARDS: _step(spec, partial(least.watch, names, least.Guarded)),
         LEAST_AGAIN: _step(spec, partial(least.run_ops_again, graph, layers)),
+        LEAST_CALLED_RERUN: _step(
+            spec, partial(least.watch_twice, names, least.Called)
+        ),
         LEAST_RERUN: _step(spec, partial(least.watch_twice, names, least.Compared)),
         LEAST_GUARDED_RERUN: _step(
             spec, partial(least.watch_twice, names, least.Guarded)

@@ -27,6 +27,18 @@ from ckplan.simulating.simulate import Simulator
 from ckplan.training.randomness import draws
 
 
+class Called(TorchFunctionMode):
+    """Calls functions, and looks at nothing: what torch's own way here takes."""
+
+    def __init__(self, known: list[Any]) -> None:
+        super().__init__()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return func(*args, **kwargs) if kwargs else func(*args)
+
+
 class Compared(TorchFunctionMode):
     """Compares functions with those of the forward before."""
 
@@ -70,7 +82,7 @@ class Guarded(TorchFunctionMode):
         call = self._next
         if call is None or (call.func is not func and call.func != func):
             return self._other(func, args, kwargs or {})
-        if not call.matches(args, kwargs, self._made, (), self._met, self._meet):
+        if not call.matches(args, kwargs, self._made, (), self._met, self):
             raise AssertionError(f"{func} with other arguments")
         out = func(*args, **kwargs) if kwargs else func(*args)
         if call.is_new:
@@ -95,12 +107,12 @@ class Guarded(TorchFunctionMode):
         self._learned.append(_Call(func, matches, numbers, is_new))
         return out
 
-    def _meet(self, number: int, tensor: torch.Tensor) -> bool:
+    def meet(self, number: int, tensor: torch.Tensor) -> bool:
         self._met.append(ref(tensor))
         return True
 
 
-_Mode = type[Compared] | type[Guarded]
+_Mode = type[Called] | type[Compared] | type[Guarded]
 
 
 def _compared(mode: _Mode, forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -300,7 +300,7 @@ def test_a_graph_that_is_kept_holds_what_one_run_saves() -> None:
         for one in gc.get_objects()
         if type(one) is Numbered and id(one) not in others
     ]
-    assert numbered and all(one.kept is None for one in numbered)
+    assert numbered and all(one.tensor is None for one in numbered)
 
 
 def test_replicas_of_a_module_have_modules_of_their_own() -> None:

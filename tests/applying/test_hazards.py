@@ -144,13 +144,13 @@ def any_arguments(self: matchers.Matchers, frozen: Any, *_: Any) -> matchers.Mat
     """Take every number for the same, and meet the tensors."""
 
     def matches(
-        args: Any, kwargs: Any, made: Any, versions: Any, met: Any, meet: Any
+        args: Any, kwargs: Any, made: Any, versions: Any, met: Any, guard: Any
     ) -> bool:
         known = [one() for one in (*made, *met)]
         for value in args:
             new = isinstance(value, torch.Tensor) and all(x is not value for x in known)
             if new and len(met) < before + count:
-                meet(len(met), value)
+                guard.meet(len(met), value)
         return True
 
     before = self._num_met

@@ -11,7 +11,8 @@ import pytest
 from torch import nn
 
 from ckplan.applying.rerunning import marks
-from ckplan.applying.rerunning.attributes import Content
+from ckplan.applying.rerunning.attributes import Containers, Content, Modules
+from ckplan.applying.rerunning.snapshot import Snapshot
 from ckplan.applying.rerunning.sources import sources_on
 
 
@@ -58,7 +59,7 @@ def test_another_generator_below_numpy_is_read_each_time() -> None:
     place.state()
     try:
         numpy.random.set_bit_generator(numpy.random.PCG64(5))
-        assert marks.numpy_mark(numpy.random.get_state.__self__) is None
+        assert marks.numpy_mark(numpy.random.get_state.__self__)() is None
         state = place.state()
         first = numpy.random.rand()
         assert not place.is_at(state)
@@ -70,7 +71,7 @@ def test_another_generator_below_numpy_is_read_each_time() -> None:
 
 def test_a_mark_that_misses_draws_is_not_used() -> None:
     source = random.Random(0)
-    marked = marks.Marked(source.getstate, lambda source: 0, random.Random(0))
+    marked = marks.Marked(source.getstate, lambda source: lambda: 0, random.Random(0))
     before = marked()
     source.random()
     assert marked() != before
@@ -135,3 +136,44 @@ def test_attributes_of_another_dict_are_compared() -> None:
     content = Content([module])
     module.__dict__ = dict(vars(module), bias=None)
     assert not content.is_now()
+
+
+CHANGES: list[Callable[[dict[str, Any], list[Any]], Any]] = [
+    lambda named, several: named.update(first=object()),
+    lambda named, several: named.update(third=1),
+    lambda named, several: named.pop("second"),
+    lambda named, several: named.update(first=named.pop("first")),  # another order
+    lambda named, several: several.append(3),
+    lambda named, several: several.reverse(),
+    lambda named, several: (named.pop("second"), several.append(3)),
+    lambda named, several: (several.pop(), named.update(third=1)),
+]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_every_change_of_a_container_is_seen(
+    change: Callable[[dict[str, Any], list[Any]], Any],
+) -> None:
+    named: dict[str, Any] = {"first": 1, "second": 2}
+    several = [object(), object()]
+    found = Containers([(named, dict(named)), (several, list(several))])
+    assert found.are_now()
+    change(named, several)
+    assert not found.are_now()
+
+
+@pytest.mark.parametrize("place", (0, 1))
+def test_a_look_between_two_changes_leaves_what_is_restored(place: int) -> None:
+    """What a module holds is compared with what it held, not with what was seen."""
+    module = nn.Linear(2, 2)
+    module.kept = [[1], {"one": 1}][place]  # type: ignore[assignment]
+    modules = Modules(module)
+    snapshot = Snapshot.of(modules, [])
+    before = module.kept.copy()  # type: ignore[operator]
+    module.kept.clear()  # type: ignore[operator]
+    assert modules.look()
+    now = Snapshot.of(modules, [])
+    snapshot.restore(now)
+    assert module.kept == before
+    now.restore()
+    assert not module.kept

@@ -63,7 +63,14 @@ def matches(arguments: Any, others: Any) -> bool | None:
         frozen = slots.freeze(*arguments)
     except UnknownArgumentError:
         return None
-    return Matchers().make(frozen)(*others, [], [], [], lambda number, tensor: False)
+    return Matchers().make(frozen)(*others, [], [], [], NothingIsMet())
+
+
+class NothingIsMet:
+    """A guard that no tensor from outside passes."""
+
+    def meet(self, number: int, tensor: torch.Tensor) -> bool:
+        return False
 
 
 @pytest.mark.parametrize("group", GROUPS, ids=lambda group: repr(group[0]))

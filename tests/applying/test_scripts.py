@@ -18,7 +18,9 @@ from ckplan import applying
 from ckplan.applying.rebuilding import schedule
 from ckplan.applying.rebuilding.rebuilder import Rebuilder
 from ckplan.applying.rebuilding.schedule import Schedule, Stage
+from ckplan.applying.rebuilding.script import _view_of_retained
 from ckplan.applying.recording.saved_tensors import Dropped
+from ckplan.applying.tensors.retained import ref_of, retain
 from ckplan.errors import ApplyError
 from ckplan.plan.names import OpName
 from ckplan.plan.plan import Plan, PlannedRegion
@@ -287,3 +289,19 @@ def test_a_parameter_laid_out_anew_before_backward_is_an_error(to: str) -> None:
         with pytest.raises(ApplyError, match="another memory format or type"):
             out.square().sum().backward()
         model.float().to(memory_format=torch.contiguous_format)
+
+
+def test_a_retained_tensor_is_taken_as_it_is_only_where_its_view_is_the_same() -> None:
+    whole = torch.randn(4, 4, dtype=torch.complex64)
+    views = [
+        *(whole, whole.conj(), whole.real, whole.conj().imag),
+        *(whole.t(), whole[:2], whole[1:3], whole[::2], whole.view(2, 8)),
+    ]
+    for held in views:
+        retained = retain(held)
+        for wanted in views:
+            taken = _view_of_retained(retained, ref_of(wanted, 0), "region")
+            assert torch.equal(taken, wanted)
+            assert taken.stride() == wanted.stride()
+            plain = not (held.is_conj() or held.is_neg())
+            assert (taken is held) == (plain and held is wanted)

@@ -222,19 +222,17 @@ class GuardChecker(TorchFunctionMode):
             self._num_packed == call.packed_before
             and _is_grad_enabled() is call.grad_mode
             and _get_default_dtype() is call.default_dtype
-            and call.matches(
-                args, kwargs, self._made, self._versions, self._met, self._meet
-            )
+            and call.matches(args, kwargs, self._made, self._versions, self._met, self)
             and (
                 not _is_autocast_enabled()
                 if call.simple
                 else are_switched(call.switches, func)
             )
-            and (call.place is None or self._is_at(call.place))
+            and (call.is_plain or call.place is None or self._is_at(call.place))
         ):
             self._miss_before_call()
             return self._other(func, types, args, kwargs)
-        if call.random_steps or call.statistics:
+        if not call.is_plain:
             self._retain_before(call)
         self._current = call
         try:
@@ -244,19 +242,17 @@ class GuardChecker(TorchFunctionMode):
             self._keep_rest(call.stop)
             raise
         self._current = None
-        return out if self.rerecorder is not None else self._returned(call, out)
-
-    def _returned(self, call: CallGuard, out: Any) -> Any:
-        """Number and retain what a call returned; pass it on."""
+        if self.rerecorder is not None:
+            return out
         same = self._num_packed == call.packed_after
-        if same and call.returns_new and type(out) is torch.Tensor:
+        if same and call.returns_new and type(out) is _Tensor:
             self._made.append(ref(out))
             self._versions.append(version_of(out))
         elif not (same and call.number(out, self._made, self._versions, self._met)):
             self._miss_after_call(call, call.start)
             return out
         self._next = next(self._calls, None)
-        if call.captures or call.returned_constants:
+        if not call.is_plain:
             self._take(call, tensors_in(out))
         return out
 
@@ -296,9 +292,9 @@ class GuardChecker(TorchFunctionMode):
         inside = num_begun == self._num_begun and num_open == len(self._inner)
         return inside and path == self.path[-1]
 
-    def _meet(self, number: int, tensor: torch.Tensor) -> bool:
+    def meet(self, number: int, tensor: torch.Tensor) -> bool:
         """Whether a tensor that appears for the first time passes its guard."""
-        is_parameter = type(tensor) is torch.nn.Parameter
+        is_parameter = type(tensor) is _Parameter
         if not is_parameter and any(one() is tensor for one in self._made):
             return False  # a call returned it
         return self._inputs.meet(number, tensor)
@@ -333,18 +329,21 @@ class GuardChecker(TorchFunctionMode):
     ) -> Kept | Dropped:
         """Pack a tensor as the recorded forward did, by its number."""
         number = self._num_packed
-        if number >= expected or self._packed[number].size != tensor.shape:
+        size, _, dropped, _ = self._packed[number] if number < expected else _NOTHING
+        if size != tensor.shape:
             self._miss_after_call(call, self._place(call or self._next))
             return keep(tensor, self.name)
         self._num_packed = number + 1
         captures = self.expected.captures
         if captures and number in captures:
             self._capture(captures[number], tensor)
-        if self._packed[number].ref is not None:
+        if dropped is not None:
             return Dropped(self._handle, number)
         return keep(tensor, self.name)
 
 
+_NOTHING = (None, -1, None, 0)  # is packed here
+_Tensor, _Parameter = torch.Tensor, torch.nn.Parameter  # saves looking up
 _is_grad_enabled = torch.is_grad_enabled
 _is_autocast_enabled = torch._C._is_any_autocast_enabled
 _get_default_dtype = torch.get_default_dtype

@@ -55,6 +55,7 @@ class CallGuard:
     switches: tuple[Any, ...]
     returned: tuple[int, ...]  # numbers of the tensors that it returned
     returns_new: bool  # one tensor, which no call had returned or taken before
+    is_plain: bool  # at no place of its own, and nothing of it is retained
     random_steps: tuple[int, ...]  # its first random steps
     statistics: tuple[int, ...]  # running statistics that its norm reads; copied
     captures: tuple[Capture, ...]

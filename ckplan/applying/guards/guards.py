@@ -88,6 +88,7 @@ def make_guards(seen: Recorder) -> GuardedProgram | None:
     ranges = [*pairwise(bisect_left(seen.call_of, number) for number in places_of)]
     at = _places(seen, parts, (start for start, stop in ranges if start < stop))
     moves = bool(seen.names.named or seen.inner)
+    retained = {*random_steps, *statistics, *of_calls, *returned_constants}
     matchers = Matchers()
     calls = tuple(
         CallGuard(
@@ -101,6 +102,7 @@ def make_guards(seen: Recorder) -> GuardedProgram | None:
             switches=call.switches,
             returned=tuple(call.numbers),
             returns_new=call.returns_new,
+            is_plain=not (moves and start < stop) and number not in retained,
             random_steps=tuple(random_steps.get(number, ())),
             statistics=tuple(statistics.get(number, ())),
             captures=tuple(of_calls.get(number, ())),

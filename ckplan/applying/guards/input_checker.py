@@ -12,7 +12,7 @@ from ckplan.applying.guards.guarded_program import (
     TensorGuard,
 )
 from ckplan.applying.tensors.arguments import has_geometry
-from ckplan.applying.tensors.retained import Retained, retain
+from ckplan.applying.tensors.retained import Retained, retain, retain_parameter
 
 
 class InputChecker:
@@ -30,9 +30,7 @@ class InputChecker:
 
     def meet(self, number: int, tensor: object) -> bool:
         """Whether the next tensor from outside passes its guard."""
-        if type(tensor) is not torch.nn.Parameter and not isinstance(
-            tensor, torch.Tensor
-        ):
+        if type(tensor) is not _Parameter and not isinstance(tensor, _Tensor):
             return False
         self.met.append(ref(tensor))
         return self._passes(self._expected.inputs[number], tensor)
@@ -55,5 +53,12 @@ class InputChecker:
         if self._addresses.setdefault(storage, address) != address:
             return False
         if value >= 0 and value not in self._held:
-            self._held[value] = retain(tensor)
+            self._held[value] = (
+                retain_parameter(tensor, geometry)
+                if type(tensor) is _Parameter
+                else retain(tensor)
+            )
         return True
+
+
+_Tensor, _Parameter = torch.Tensor, torch.nn.Parameter  # saves looking up

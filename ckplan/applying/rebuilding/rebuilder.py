@@ -53,7 +53,7 @@ class Rebuilder:
         self._values: dict[int, Retained | torch.Tensor] = {}
         for value in program.retained:
             one = self._values[value] = retained[value]
-            if type(one.tensor) is not torch.nn.Parameter:
+            if type(one.tensor) is not _Parameter:
                 one.settle()
         self._encoded = {value: encoded[value] for value in program.decodes}
         moved = [one for one in self._encoded.values() if isinstance(one, Moved)]
@@ -89,7 +89,7 @@ class Rebuilder:
         if self._order is not None:
             self._order.follow(self._tensors())
         self._interrupted = True
-        if answer.computes or torch.is_grad_enabled():  # with create_graph
+        if answer.computes or _is_grad_enabled():  # with create_graph
             tensor = self._compute(answer)
         else:
             tensor = self._run(answer.code)
@@ -98,7 +98,7 @@ class Rebuilder:
 
     def _compute(self, answer: Answer) -> torch.Tensor:
         """Run ops as in forward, and leave modes and generators as they were."""
-        in_grad_mode, dtype = torch.is_grad_enabled(), torch.get_default_dtype()
+        in_grad_mode, dtype = _is_grad_enabled(), _get_default_dtype()
         if in_grad_mode:
             torch.set_grad_enabled(False)
         if dtype is not self._schedule.default_dtype:
@@ -107,9 +107,9 @@ class Rebuilder:
             with _below_autograd() if answer.computes else nullcontext():
                 return self._run(answer.code)
         finally:
-            if torch.is_grad_enabled() != in_grad_mode:
+            if _is_grad_enabled() != in_grad_mode:
                 torch.set_grad_enabled(in_grad_mode)
-            if torch.get_default_dtype() is not dtype:
+            if _get_default_dtype() is not dtype:
                 torch.set_default_dtype(dtype)
             if self._found:
                 self._leave_generators_as_found()
@@ -174,13 +174,19 @@ def _below_autograd() -> AbstractContextManager[object]:
     Grad mode can be on below autograd, as it was for the kernels of the forward.
     """
     below: AbstractContextManager[object] = torch._C._AutoDispatchBelowAutograd()
+    if not _is_autocast_enabled():
+        return below
     casting = [
         device for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)
     ]
-    if not casting:
-        return below
     stack = ExitStack()
     stack.enter_context(below)
     for device in casting:
         stack.enter_context(torch.autocast(device, enabled=False))
     return stack
+
+
+_Parameter = torch.nn.Parameter  # saves looking up
+_is_grad_enabled = torch.is_grad_enabled
+_is_autocast_enabled = torch._C._is_any_autocast_enabled
+_get_default_dtype = torch.get_default_dtype

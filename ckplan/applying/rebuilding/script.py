@@ -10,9 +10,7 @@ from __future__ import annotations
 import builtins
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from keyword import iskeyword
-from types import CodeType, FunctionType
 from typing import Any, Final, TypeAlias
 
 import torch
@@ -20,6 +18,7 @@ import torch
 from ckplan.applying.moving.mover import decode
 from ckplan.applying.rebuilding.step import Step
 from ckplan.applying.tensors.arguments import version_of
+from ckplan.applying.tensors.generated import generate
 from ckplan.applying.tensors.retained import (
     Ref,
     Retained,
@@ -29,7 +28,6 @@ from ckplan.applying.tensors.retained import (
 )
 from ckplan.simulating.program import Flow
 
-_MOST_SOURCES = 4096
 _INLINE = (int, bool, str, type(None))
 
 
@@ -177,10 +175,9 @@ class Script:
         """End the function: store what is to stay, and return the result."""
         for key in sorted(self._loaded - self._stored):
             self._add(f"values[{key}] = x{key}")
-        source = "\n ".join(
-            ["def burst(values, encoded, states, draw):", *self.lines, "return r"]
-        )
-        return FunctionType(_compiled(source), {**_GLOBALS, **self.names})
+        lines = ["def burst(values, encoded, states, draw):"]
+        lines += [f" {line}" for line in (*self.lines, "return r")]
+        return generate(lines, self.names, _GLOBALS, "<recompute program>")
 
     def _add(self, line: str) -> None:
         self.lines.append(line)
@@ -234,7 +231,7 @@ class Script:
         return f"{tensor}.as_strided({', '.join(map(self._constant, place))})"
 
     def _constant(self, value: Any) -> str:
-        """A global name of a value: equal functions share their code."""
+        """A name of a value: functions of the same source share their code."""
         name = f"k{len(self.names)}"
         self.names[name] = value
         return name
@@ -256,12 +253,6 @@ def _as_keywords(kwargs: Mapping[str, str]) -> list[str]:
     return [f"{key}={value}" for key, value in kwargs.items()]
 
 
-@lru_cache(_MOST_SOURCES)
-def _compiled(source: str) -> CodeType:
-    module = compile(source, "<recompute program>", "exec")
-    return next(one for one in module.co_consts if isinstance(one, CodeType))
-
-
 def _copied(retained: Retained, region: str) -> Retained:
     retained.moved(region)
     copy = copy_of(retained.tensor)
@@ -271,13 +262,23 @@ def _copied(retained: Retained, region: str) -> Retained:
 
 def _view_of_retained(retained: Retained, ref: Ref, region: str) -> torch.Tensor:
     """A view of a tensor that may have been moved, but not changed, since forward."""
-    moved = retained.moved(region)
+    tensor, moved = retained.tensor, retained.moved(region)
+    _, size, stride, offset, dtype, is_conj, is_neg = ref
+    if (
+        not moved
+        and size == retained.size
+        and stride == retained.stride
+        and offset == retained.offset
+        and dtype is retained.dtype
+        and not (is_conj or is_neg or tensor.is_conj() or tensor.is_neg())
+    ):
+        return tensor  # as most parameters are taken
     if moved:
         ref = ref._replace(offset=ref.offset + moved)
-    return view_of(retained.tensor, ref)
+    return view_of(tensor, ref)
 
 
-_GLOBALS: Final = {
+_GLOBALS: Final[dict[str, Any]] = {
     "__builtins__": builtins,
     "copied": _copied,
     "copy_of": copy_of,

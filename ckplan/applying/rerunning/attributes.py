@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ckplan.applying.rerunning.marks import DictMarks
-from ckplan.applying.rerunning.sources import Source, source_in
+from ckplan.applying.rerunning.sources import source_in
 
 REGISTRIES = frozenset(vars(nn.Module())) - {"training"}
 _HOOKS = [name for name in REGISTRIES if name.startswith("_forward_")]
@@ -62,6 +62,30 @@ class Content:
         return [*map(vars, self._modules), *self._registries]
 
 
+class Containers:
+    """Containers that some modules hold, and what they held at a moment."""
+
+    def __init__(self, found: Sequence[tuple[Any, Any]]) -> None:
+        """Note containers, with copies of their content."""
+        self.found = found
+        self._containers = [container for container, _ in found]
+        contents = [content for _, content in found]
+        self._lengths = [*map(len, contents)]
+        self._items = [*chain.from_iterable(map(_flat, contents))]
+
+    def are_now(self) -> bool:
+        """Whether they hold the same items, in the same order."""
+        containers = self._containers
+        if [*map(len, containers)] != self._lengths:
+            return False
+        items: list[Any] = []
+        for container in containers:
+            items += container
+            if isinstance(container, dict):
+                items += container.values()
+        return all(map(_is, items, self._items))
+
+
 class Modules:
     """A module and those inside it, with what was found of them last.
 
@@ -97,6 +121,18 @@ class Modules:
         self._simple = [one for one in self._found if one.is_simple]
         self._others = [one for one in self._found if not one.is_simple]
         self._hookless = [hooks for one in self._simple for hooks in one.hookless]
+        self._note_inside()
+
+    def _note_inside(self) -> None:
+        """Note what the modules hold whose content may change."""
+        others = self._others
+        self.containers = Containers([x for one in others for x in one.containers])
+        self.sources = [source for one in others for source in one.sources]
+        self.hookless = self._hookless + [x for one in others for x in one.hookless]
+        outermost = self._found[0]
+        self.has_hooks_inside = any(
+            one.has_hooks for one in others if one is not outermost
+        )
 
     def look(self) -> bool:
         """Look at the modules again.
@@ -105,8 +141,10 @@ class Modules:
             Whether no module was replaced, added or removed.
         """
         if self.content.is_now() and not any(self._hookless):
-            for one in self._others:
-                one.look_inside_again()
+            if any(self.hookless) or not self.containers.are_now():
+                for one in self._others:
+                    one.look_inside_again()
+                self._note_inside()
             return True
         self._look()
         return self.are_same()
@@ -118,28 +156,6 @@ class Modules:
     def are_same(self) -> bool:
         """Whether no module was replaced, added or removed."""
         return all(one.has_same_children() for one in self._found)
-
-    @property
-    def containers(self) -> list[tuple[Any, Any]]:
-        """Containers that the modules hold, with copies of their content."""
-        return [one for found in self._others for one in found.containers]
-
-    @property
-    def hookless(self) -> list[dict[int, Any]]:
-        """Where there are no hooks."""
-        others = [hooks for one in self._others for hooks in one.hookless]
-        return self._hookless + others if others else self._hookless
-
-    @property
-    def has_hooks_inside(self) -> bool:
-        """Whether a module inside had hooks around forward when it was looked at."""
-        outermost = self._found[0]
-        return any(one.has_hooks for one in self._others if one is not outermost)
-
-    @property
-    def sources(self) -> list[Source]:
-        """Random sources that the modules hold."""
-        return [source for one in self._others for source in one.sources]
 
 
 class Attributes:

@@ -47,7 +47,8 @@ class DifferentError(RuntimeError):
     """Stops a second run that differs; its region raises the error at the end."""
 
 
-class KnownCall(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class KnownCall:
     """A call of a torch function in a learned forward."""
 
     func: Any
@@ -113,17 +114,17 @@ class CallCheck(TorchFunctionMode):
         self.stopped = False
         first = memory.known if expected is None else expected.known
         self.known: KnownCalls | None = first
-        self.digests: Sequence[int] = [] if self.known is None else self.known.digests
+        self.digests: Sequence[int] = [] if first is None else first.digests
         self.met: list[weakref.ref[torch.Tensor]] = []  # from outside
         self.versions: list[int] = []  # of these
         self.memory = memory
         self._expected = expected
         self._put_back = put_back
         self._made: list[weakref.ref[torch.Tensor]] = []
-        self._calls = iter(self.known.calls if self.known is not None else ())
+        self._calls = iter(() if first is None else first.calls)
         self._next = next(self._calls, None)
-        self._slots = Slots(self._meet_hashed)
-        learns = expected is None and self.known is None
+        self._slots: Slots | None = None if first else Slots(self._meet_hashed)
+        learns = expected is None and first is None
         self._learned: list[_Learned] | None = (
             [] if learns and memory.misses < _MOST_MISSES else None
         )
@@ -144,7 +145,7 @@ class CallCheck(TorchFunctionMode):
             and (call.func is func or call.func == func)
             and _is_grad_enabled() is call.grad_mode
             and _get_default_dtype() is call.default_dtype
-            and call.matches(args, kwargs, self._made, (), self.met, self._meet_known)
+            and call.matches(args, kwargs, self._made, (), self.met, self)
             and (
                 not _is_autocast_enabled()
                 if call.simple
@@ -152,7 +153,7 @@ class CallCheck(TorchFunctionMode):
             )
         ):
             out = func(*args, **kwargs) if kwargs else func(*args)
-            if call.returns_new and type(out) is torch.Tensor:
+            if call.returns_new and type(out) is _Tensor:
                 self._made.append(weakref.ref(out))
             else:
                 self._number(call, out)
@@ -177,7 +178,8 @@ class CallCheck(TorchFunctionMode):
         if self._learned is not None:
             self.memory.known = self._learn(self._learned)
         self._learned, self._expected = None, None
-        self._slots.close()
+        if self._slots is not None:
+            self._slots.close()
         self._made.clear()
 
     def _number(self, call: KnownCall, out: Any) -> None:
@@ -186,11 +188,15 @@ class CallCheck(TorchFunctionMode):
             if number == len(self._made):
                 self._made.append(weakref.ref(tensor))
 
-    def _meet_known(self, number: int, tensor: torch.Tensor) -> bool:
+    def meet(self, number: int, tensor: torch.Tensor) -> bool:
         """Whether a tensor from outside is as it was learned."""
         assert self.known is not None
         if not has_geometry(tensor, self.known.outside[number]):
             return False
+        if self._expected is None:
+            self.met.append(weakref.ref(tensor))
+            self.versions.append(version_of(tensor))
+            return True
         self._meet(tensor)
         if self.different:
             raise DifferentError(self.different)
@@ -226,6 +232,7 @@ class CallCheck(TorchFunctionMode):
             self.digests = self.known.digests[: call.num_digests]
             del self.met[call.num_met :], self.versions[call.num_met :]
         self.digests = [*self.digests]
+        self._slots = Slots(self._meet_hashed)
         self._slots.resume(self._made, self.met)
         self.known = self._next = None
         if self._expected is None:
@@ -235,28 +242,32 @@ class CallCheck(TorchFunctionMode):
     # -- by hashes ---------------------------------------------------------------------
 
     def _hashed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        slots = self._slots
+        assert slots is not None, "internal error: it compares known calls"
         generator = kwargs.get("generator")
         if generator is not None:
             self._draw(generator)
         before = len(self.met), len(self.digests)
         now = switches(func)
-        arguments = self._follow(func, args, kwargs, now)
+        arguments = self._follow(slots, func, args, kwargs, now)
         if self.different:
             raise DifferentError(self.different)
         out = func(*args, **kwargs)
-        self._slots.returned(out)
+        slots.returned(out)
         if self._learned is not None:
-            numbers = [self._slots.number_of(tensor) for tensor in tensors_in(out)]
+            numbers = [slots.number_of(tensor) for tensor in tensors_in(out)]
             is_one = isinstance(out, torch.Tensor)
             self._learned.append(
                 _Learned(func, arguments, now, *before, numbers, is_one)
             )
         return out
 
-    def _follow(self, func: Any, args: Any, kwargs: Any, now: tuple[Any, ...]) -> Any:
+    def _follow(
+        self, slots: Slots, func: Any, args: Any, kwargs: Any, now: tuple[Any, ...]
+    ) -> Any:
         arguments: Any = None
         try:
-            arguments = self._slots.freeze(args, kwargs)
+            arguments = slots.freeze(args, kwargs)
             digest = hash((func, arguments, now))
         except (UnknownArgumentError, TypeError):
             digest, self._learned = _NOT_COMPARED, None
@@ -321,6 +332,7 @@ def _shown(tensor: torch.Tensor) -> str:
     return f"tensor of shape {tuple(tensor.shape)}"
 
 
+_Tensor = torch.Tensor  # saves looking up
 _is_grad_enabled = torch.is_grad_enabled
 _is_autocast_enabled = torch._C._is_any_autocast_enabled
 _get_default_dtype = torch.get_default_dtype

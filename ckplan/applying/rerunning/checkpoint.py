@@ -16,7 +16,8 @@ from weakref import ref
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from ckplan.applying.tensors.kept import Kept, keep, unpack_kept
+from ckplan.applying.tensors.arguments import version_of
+from ckplan.applying.tensors.kept import changed
 from ckplan.errors import ApplyError
 
 Kind: TypeAlias = tuple[torch.Size, torch.dtype, torch.device]
@@ -25,11 +26,12 @@ Kind: TypeAlias = tuple[torch.Size, torch.dtype, torch.device]
 class Numbered:
     """A saved tensor, by its number; a second run fills it, and its use empties it."""
 
-    __slots__ = ("__weakref__", "checkpoint", "kept")
+    __slots__ = ("__weakref__", "checkpoint", "tensor", "version")
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.checkpoint = checkpoint
-        self.kept: Kept | None = None
+        self.tensor: torch.Tensor | None = None
+        self.version = 0
 
 
 class Checkpoint:
@@ -100,21 +102,23 @@ class Refill:
             with torch._C.DisableTorchFunction():  # custom functions may pack
                 first = self._checkpoint
                 assert first is not None, "internal error: it has ended"
-                kept = keep(tensor, first.name)
                 if self.is_complete or self.differs:
                     raise interrupt()  # the forward caught the one that ended it
                 number = self._num_saved
                 if first.kinds[number] != (tensor.shape, tensor.dtype, tensor.device):
                     self.differs = True
                     raise interrupt()
+                if tensor.grad_fn is not None:
+                    tensor = tensor.detach()  # as ``bare``, for each saved tensor
                 numbered = first.saved[number]()
                 if numbered is not None:
-                    numbered.kept = kept
+                    numbered.tensor = tensor
+                    numbered.version = version_of(tensor)
                 self._num_saved = number = number + 1
                 if number == len(first.saved):
                     self.is_complete = True
                     raise interrupt()
-                return kept.tensor
+                return tensor
 
         return saved_tensors_hooks(pack, _same)
 
@@ -124,11 +128,14 @@ class Refill:
 
 
 def _unpack(numbered: Numbered) -> torch.Tensor:
-    if numbered.kept is None:
+    if numbered.tensor is None:
         numbered.checkpoint.fill()
-    kept, numbered.kept = numbered.kept, None
-    assert kept is not None, "internal error: a complete run fills all"
-    return unpack_kept(kept)
+    tensor, numbered.tensor = numbered.tensor, None
+    assert tensor is not None, "internal error: a complete run fills all"
+    version = version_of(tensor)
+    if version != numbered.version:
+        raise changed(numbered.checkpoint.name, tensor, numbered.version, version)
+    return tensor
 
 
 def _again(error: ApplyError) -> ApplyError:

@@ -16,74 +16,86 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeAlias
+
+Mark: TypeAlias = Callable[[], Any]
+"""Takes the mark of a source, as it is now."""
 
 _HEADER = object.__basicsize__  # its count of references changes
 _MERSENNE = "MT19937"
 _MERSENNE_BYTES = 625 * 4  # its numbers, and the place among them
 
 
-def python_mark(source: random.Random) -> Any:
-    """The mark of a generator of Python's."""
+def python_mark(source: Any) -> Mark:
+    """Takes the mark of a generator of Python's."""
     base = random.Random.__base__
     assert base is not None
-    return _bytes_of(source, base), source.gauss_next  # type: ignore[attr-defined]
+    content = _memory_of(source, base)
+    return lambda: (content.raw, source.gauss_next)
 
 
-def numpy_mark(source: Any) -> Any:
-    """The mark of a ``RandomState``; None if it draws from another generator."""
-    bits = source._bit_generator
+def numpy_mark(source: Any) -> Mark:
+    """Takes the mark of a ``RandomState``; None if it draws from another generator."""
+    content, bits = _memory_of(source, type(source)), source._bit_generator
     if type(bits).__name__ != _MERSENNE:
-        return None
-    address = bits.ctypes.state_address
-    return _bytes_of(source, type(source)), ctypes.string_at(address, _MERSENNE_BYTES)
+        return lambda: None
+    numbers = _memory(bits.ctypes.state_address, _MERSENNE_BYTES)
+    return lambda: (content.raw, numbers.raw) if source._bit_generator is bits else None
 
 
 class Marked:
     """A source's state, which is read again if its mark has changed."""
 
     def __init__(
-        self, state: Callable[[], Any], mark: Callable[[Any], Any], sample: Any
+        self, state: Callable[[], Any], mark: Callable[[Any], Mark], sample: Any
     ) -> None:
         """Read nothing yet.
 
         Args:
             state: Reads the state; a method of the source.
-            mark: Takes the mark of a source.
+            mark: Gives what takes the mark of a source.
             sample: A source of the same kind, whose draws are to change its mark.
         """
-        self._state, self._mark = state, mark
-        self._source = getattr(state, "__self__", None)
+        source = getattr(state, "__self__", None)
+        tells = type(source) is type(sample) and _tells(mark, sample)
+        self._state = state
+        self._mark = mark(source) if tells else None
         self._last: tuple[Any, Any] | None = None  # a mark, and the state then
-        self._tells = _tells(mark, sample) and type(self._source) is type(sample)
 
     def __call__(self) -> Any:
         """The state; equal ones in a row are one object."""
-        if not self._tells:
+        if self._mark is None:
             return self._state()
-        mark, last = self._mark(self._source), self._last
+        mark, last = self._mark(), self._last
         if last is not None and mark is not None and last[0] == mark:
             return last[1]
         state = self._state()
-        if self._mark(self._source) == mark:  # else another thread drew meanwhile
+        if self._mark() == mark:  # else another thread drew meanwhile
             self._last = mark, state
         return state
 
 
-def _bytes_of(source: Any, kind: type) -> bytes:
-    return ctypes.string_at(id(source) + _HEADER, kind.__basicsize__ - _HEADER)
+def _memory_of(source: Any, kind: type) -> Any:
+    """The bytes of an object, without its header."""
+    return _memory(id(source) + _HEADER, kind.__basicsize__ - _HEADER)
 
 
-def _tells(mark: Callable[[Any], Any], sample: Any) -> bool:
+def _memory(address: int, size: int) -> Any:
+    """Bytes at an address, which ``raw`` copies as they are then."""
+    return (ctypes.c_char * size).from_address(address)
+
+
+def _tells(mark: Callable[[Any], Mark], sample: Any) -> bool:
     """Whether every draw changes a mark, also the second of two normal numbers."""
     if sys.implementation.name != "cpython":
         return False
     is_python = isinstance(sample, random.Random)
     normal = partial(sample.gauss, 0.0, 1.0) if is_python else sample.standard_normal
-    marks = [mark(sample)]
+    take = mark(sample)
+    marks = [take()]
     for draw in (sample.random, normal, normal):
         draw()
-        marks.append(mark(sample))
+        marks.append(take())
     return all(one != other for one, other in pairwise(marks))
 
 
@@ -95,7 +107,7 @@ class DictMarks:
         self._dicts = dicts
         read = dicts if tells_of_dicts else ()
         self._places = [ctypes.c_uint64.from_address(id(one) + _MARK) for one in read]
-        self._marks = [*map(_value_of, self._places)]
+        self._marks = b"".join(self._places)
 
     def are_of(self, dicts: Iterable[dict[str, Any]]) -> bool:
         """Whether some dicts are the first of these."""
@@ -103,11 +115,10 @@ class DictMarks:
 
     def are_now(self) -> bool:
         """Whether nothing was written since; False where marks do not tell."""
-        return tells_of_dicts and [*map(_value_of, self._places)] == self._marks
+        return tells_of_dicts and b"".join(self._places) == self._marks
 
 
 _MARK = _HEADER + ctypes.sizeof(ctypes.c_ssize_t)  # behind the number of items
-_value_of = operator.attrgetter("value")
 
 
 class _Sample:

@@ -121,7 +121,7 @@ class Rerun:
         drawn += [source_of(generator) for generator, _ in first.generators]
         self._modules.look()
         now = Snapshot.of(self._modules, drawn)
-        snapshot.restore(now.content)
+        snapshot.restore(now)
         for generator, state in first.generators:
             generator.set_state(state)
         put_back = {id(buffer) for buffer, _, _ in snapshot.contents}

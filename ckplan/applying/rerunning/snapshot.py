@@ -20,6 +20,7 @@ from torch import nn
 from ckplan.applying.rebuilding.digest import Digest, digest
 from ckplan.applying.rerunning.attributes import (
     REGISTRIES,
+    Containers,
     Content,
     Modules,
     Seen,
@@ -37,7 +38,7 @@ class Snapshot:
 
     content: Content
     attributes: list[Seen]
-    containers: list[tuple[Any, Any]]
+    containers: Containers
     hookless: list[dict[int, Any]]  # where there are no hooks
     parameters: list[tuple[dict[str, Any], dict[str, Any]]]
     trained: tuple[list[nn.Parameter], list[bool]]  # whether they require gradients
@@ -79,16 +80,19 @@ class Snapshot:
         self.random = [one for one in self.random if not one[0].is_at(one[1])]
         return same
 
-    def restore(self, now: Content | None = None) -> None:
+    def restore(self, now: Snapshot | None = None) -> None:
         """Restore the state.
 
         Args:
-            now: The attributes as they are, if that is known.
+            now: The state as it is, if that is known.
         """
-        if self.content is not now and not self.content.is_now():
+        known = now is not None and now.content is self.content
+        if not known and not self.content.is_now():
             self._restore_attributes()
-        for container, content in self.containers:
-            _fill(container, content)
+        known = now is not None and now.containers is self.containers
+        if not known and not self.containers.are_now():
+            for container, content in self.containers.found:
+                _fill(container, content)
         for hooks in filter(None, self.hookless):
             hooks.clear()
         parameters, trained = self.trained

@@ -77,6 +77,7 @@ _QUERIES = frozenset(
         torch.is_floating_point,
         torch.is_complex,
         torch.numel,
+        *(one.__get__ for name in _FACTS if (one := getattr(torch.Tensor, name, None))),
     }
 )
 
@@ -139,7 +140,7 @@ def has_geometry(tensor: Any, geometry: Geometry) -> bool:
         and tensor.shape == size
         and tensor.requires_grad is requires_grad
         and tensor.dtype is dtype
-        and tensor.layout is torch.strided
+        and tensor.layout is _strided
         and tensor.stride() == stride
         and tensor.storage_offset() == offset
         and tensor.device == device
@@ -237,6 +238,7 @@ _SETTINGS = (
     *_ATTENTION_KERNELS,
 )
 _DEVICES = ("cpu", "cuda")
+_strided = torch.strided  # saves looking up
 
 
 def settings() -> tuple[Any, ...]:

@@ -34,16 +34,18 @@ def unpack_kept(kept: Kept) -> torch.Tensor:
     Raises:
         ApplyError: It was changed in place.
     """
-    if version_of(kept.tensor) != kept.version:
-        raise _changed(kept)
-    return kept.tensor
+    tensor, version, name = kept
+    now = version_of(tensor)
+    if now != version:
+        raise changed(name, tensor, version, now)
+    return tensor
 
 
-def _changed(kept: Kept) -> ApplyError:
-    now = version_of(kept.tensor)
+def changed(name: str, tensor: torch.Tensor, version: int, now: int) -> ApplyError:
+    """The error for a tensor that a region kept and that was changed in place."""
     return ApplyError(
-        f"{kept.name} kept a tensor of shape {tuple(kept.tensor.shape)} for backward, "
-        f"which was changed in place (version {kept.version} then, {now} now)",
+        f"{name} kept a tensor of shape {tuple(tensor.shape)} for backward, "
+        f"which was changed in place (version {version} then, {now} now)",
         needed="parameters and results that do not change until backward",
         hint="torch refuses this without a plan, too; change a copy",
     )

@@ -10,20 +10,25 @@ from __future__ import annotations
 import builtins
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
-from types import CodeType, FunctionType
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 from weakref import ref
 
 import torch
 
-_MOST_SOURCES = 4096
+from ckplan.applying.tensors.generated import generate
+
+_GLOBALS: dict[str, Any] = {"__builtins__": builtins}
 _MANY = 16  # numbers in a row that are tested all at once
 _NO_WRITES: Mapping[int, int] = {}
 _SAME = (bool, type(None), type(...))  # one object for each value
 
-Meet: TypeAlias = Callable[[int, torch.Tensor], bool]
-"""Whether a tensor from outside passes the guard of that number."""
+
+class Guard(Protocol):
+    """Guards tensors from outside."""
+
+    def meet(self, number: int, tensor: torch.Tensor) -> bool:
+        """Whether a tensor passes the guard of that number."""
+
 
 Matcher: TypeAlias = Callable[
     [
@@ -32,7 +37,7 @@ Matcher: TypeAlias = Callable[
         Sequence[ref[torch.Tensor]],
         Sequence[int],
         Sequence[ref[torch.Tensor]],
-        Meet,
+        Guard,
     ],
     bool,
 ]
@@ -59,11 +64,9 @@ class Matchers:
                 of place.
         """
         writer = _Writer(iter(arguments), self._num_met, writes)
-        source = writer.write()
+        lines = writer.write()
         self._num_met = writer.num_met
-        return FunctionType(
-            _compiled(source), {"__builtins__": builtins, **writer.names}
-        )
+        return generate(lines, writer.names, _GLOBALS, "<guard>")
 
 
 @dataclass(slots=True)
@@ -76,23 +79,21 @@ class _Writer:
     tests: list[str] = field(default_factory=list)
     names: dict[str, Any] = field(default_factory=dict)
 
-    def write(self) -> str:
-        """The source of a function that checks all arguments."""
+    def write(self) -> list[str]:
+        """The lines of a function that checks all arguments."""
         num_args = next(self.frozen)
         names = [f"a{place}" for place in range(num_args)]
         for name in names:
             self._test(name, next(self.frozen))
         self._test_keywords()
         unpacking = f" {', '.join(names)}, = args" if names else " pass"
-        return "\n".join(
-            (
-                "def matches(args, kwargs, made, versions, met, meet):",
-                f" if len(args) != {num_args}: return False",
-                unpacking,
-                f" try: return {' and '.join(self.tests)}",
-                " except RuntimeError: return False",  # of a version: no tensor has it
-            )
-        )
+        return [
+            "def matches(args, kwargs, made, versions, met, guard):",
+            f" if len(args) != {num_args}: return False",
+            unpacking,
+            f" try: return {' and '.join(self.tests)}",
+            " except RuntimeError: return False",  # of a version: no tensor has it
+        ]
 
     def _test_keywords(self) -> None:
         """Keywords, in their order, then their values."""
@@ -183,22 +184,16 @@ class _Writer:
         if number >= 0:
             self.tests.append(f"made[{number}]() is {what} is not None")
             if number in self.writes:
-                since = f"versions[{number}] + {self.writes[number]}"
-                self.tests.append(f"{what}._version == {since}")
+                since = f" + {self.writes[number]}" if self.writes[number] else ""
+                self.tests.append(f"{what}._version == versions[{number}]{since}")
         elif -1 - number < self.num_met:
             self.tests.append(f"met[{-1 - number}]() is {what} is not None")
         else:
-            self.tests.append(f"meet({self.num_met}, {what})")
+            self.tests.append(f"guard.meet({self.num_met}, {what})")
             self.num_met += 1
 
     def _name(self, value: Any) -> str:
-        """A global name of a value: equal functions share their code."""
+        """A name of a value: functions of the same source share their code."""
         name = f"k{len(self.names)}"
         self.names[name] = value
         return name
-
-
-@lru_cache(_MOST_SOURCES)
-def _compiled(source: str) -> CodeType:
-    module = compile(source, "<guard>", "exec")
-    return next(one for one in module.co_consts if isinstance(one, CodeType))

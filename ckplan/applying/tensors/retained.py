@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ckplan.applying.tensors.arguments import version_of
+from ckplan.applying.tensors.arguments import Geometry, version_of
 from ckplan.errors import ApplyError
 
 
@@ -88,6 +88,12 @@ def retain(tensor: torch.Tensor) -> Retained:
         tensor.stride(),
         tensor.dtype,
     )
+
+
+def retain_parameter(tensor: torch.Tensor, geometry: Geometry) -> Retained:
+    """Retain a parameter whose geometry is known."""
+    size, stride, offset, dtype, *_ = geometry
+    return Retained(tensor, version_of(tensor), offset, size, stride, dtype)
 
 
 def bare(tensor: torch.Tensor) -> torch.Tensor:
