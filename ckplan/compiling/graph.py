@@ -46,10 +46,16 @@ class CompiledStep:
     kernel_bytes: Mapping[str, int] | None
     rebuilt: tuple[tuple[float, float], ...]  # seconds of ops in backward's kernels
 
-    def divided(self, joint: JointGraph) -> Graph:
-        """The step of another division of the same joint graph."""
-        given = joint, self.graph.model, self.kernel_bytes
-        return as_graph(*given, fuses_more=self.fuses_more).graph
+    def seconds_of(self, joint: JointGraph) -> float:
+        """Seconds of another division of the same joint graph, on the CPU."""
+        costs = CpuCosts(self.kernel_bytes or {})
+        halves = joint.forward.graph, joint.backward.graph
+        costs.measure(*halves)
+        return sum(
+            costs.seconds(run, kernels)[0]
+            for half, kernels in zip(halves, map(Kernels, halves), strict=True)
+            for run in runs_of(half, self.fuses_more)
+        )
 
 
 def as_graph(

@@ -17,6 +17,7 @@ from ckplan.compiling.costs import CpuCosts
 from ckplan.compiling.cuts import Cuts
 from ckplan.compiling.graph import CompiledStep
 from ckplan.compiling.layouts import convolutions_to_save, saving
+from ckplan.compiling.outlines import outlined
 from ckplan.compiling.partition import JointGraph, read_by_backward
 from ckplan.compiling.saved_values import flat, saved_by
 from ckplan.graph.graph import Graph
@@ -103,7 +104,7 @@ class Proposer:
         """
         if saved not in self._overheads:
             assert saved is not None
-            self._overheads[saved] = self.overhead_in(self._joint.divided(saved))
+            self._overheads[saved] = self.overhead_in(outlined(self._joint, saved))
         return self._overheads[saved]
 
     def overhead_in(self, joint: JointGraph) -> float:
@@ -115,7 +116,7 @@ class Proposer:
 
     def seconds_in(self, joint: JointGraph) -> float:
         """Estimated seconds of a division."""
-        return self._step.divided(joint).step_seconds
+        return self._step.seconds_of(joint)
 
     def least_overhead(self, saved_bytes: int) -> float:
         """Contractions that run again at least, as a fraction of the unplanned step.
