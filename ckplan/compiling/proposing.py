@@ -35,8 +35,7 @@ WAYS = ("every layer", "everything", *(f"torch, {one:g}" for one in TORCH_BUDGET
 """Candidates whatever their simulated bytes, since ``compare`` shows them."""
 _MOST_DOMINATED = 1.1
 """A candidate whose simulated peak exceeds that of a cheaper one by more than this
-factor is left out, if it saves no less. Replayed peaks of nearly equal ones may be in
-another order."""
+factor is left out. Replayed peaks of nearly equal ones may be in another order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +46,7 @@ class Candidate:
     simulated_peak_bytes: int
     overhead: float  # estimated for its division, as a fraction of the unplanned step
     saved: frozenset[str] | None  # nodes that forward saves; None: torch's own choice
+    saved_bytes: int  # of these, at least
 
 
 class Proposer:
@@ -72,30 +72,42 @@ class Proposer:
     @cached_property
     def ways(self) -> Mapping[str, Candidate]:
         """Those of ``WAYS`` that the step has, by name."""
-        return {name: self._costed(one) for name, one in self._ways.items()}
+        layers = [one for _, one in self.planner.standard_baselines.plans]
+        found = dict(zip(WAYS, (*(layers or [()]), (Region(0),)), strict=False))
+        for name, share in zip(WAYS[2:], TORCH_BUDGETS, strict=True):
+            names = self._joint.saved_by_torch(share)
+            found[name] = saving_nodes(self._step, self._joint, names, Region(0))
+        return {name: self.candidate(some) for name, some in found.items() if some}
 
-    def within(self, saved_bytes: float = float("inf")) -> Iterator[Candidate]:
-        """Candidates, the cheapest first; the dearer they are, the less they take.
+    @cached_property
+    def candidates(self) -> tuple[Candidate, ...]:
+        """The cheapest first; the dearer they are, the less they are simulated to take.
 
-        Args:
-            saved_bytes: Those of which forward saves more are left out.
+        Torch's own choice and all ways are among them.
         """
-        some = [one for one in self._proposed if one.saved_bytes <= saved_bytes]
-        ways = {one.saved for one in self._ways.values()}
-        seen: set[frozenset[str] | None] = set()
-        cheaper: list[_Proposal] = []
-        for one in sorted(some, key=self._cheapest_first):
-            is_way = one.saved in ways
-            is_promising = is_way or not any(map(one.is_dominated_by, cheaper))
-            if not is_way:
-                cheaper.append(one)
-            if is_promising and one.saved not in seen:
-                seen.add(one.saved)
-                yield self._costed(one)
+        ways = {one.saved for one in self.ways.values()}
+        found: dict[frozenset[str] | None, Candidate] = {}
+        smallest = float("inf")
+        for one in sorted(self._proposed(), key=_cheapest_first):
+            is_promising = one.simulated_peak_bytes <= _MOST_DOMINATED * smallest
+            if one.saved not in ways:
+                smallest = min(smallest, one.simulated_peak_bytes)
+            if is_promising or one.saved in ways:
+                found.setdefault(one.saved, one)
+        return tuple(found.values())
 
     def candidate(self, regions: Sequence[Region]) -> Candidate:
         """What compiled code can have of a plan for single ops: nothing nested."""
-        return self._costed(self._proposal(regions))
+        found = tuple(map(flat, regions))
+        simulator = self.planner.simulator
+        saved = saved_by(self._step, simulator, found) if found else self.own
+        return Candidate(
+            found,
+            simulator.run(found).peak_bytes,
+            self.overhead_of(saved),
+            saved,
+            self._bytes_saved(saved),
+        )
 
     def overhead_of(self, saved: frozenset[str] | None) -> float:
         """Estimated seconds that saving the given values adds, as a fraction.
@@ -136,39 +148,22 @@ class Proposer:
         costs.measure(self._joint.module.graph)
         return Cuts(self._joint, costs.alone)
 
-    @cached_property
-    def _ways(self) -> Mapping[str, _Proposal]:
-        layers = [one for _, one in self.planner.standard_baselines.plans]
-        found = dict(zip(WAYS, (*(layers or [()]), (Region(0),)), strict=False))
-        for name, share in zip(WAYS[2:], TORCH_BUDGETS, strict=True):
-            names = self._joint.saved_by_torch(share)
-            found[name] = saving_nodes(self._step, self._joint, names, Region(0))
-        return {name: self._proposal(some) for name, some in found.items() if some}
-
-    @cached_property
-    def _proposed(self) -> Sequence[_Proposal]:
+    def _proposed(self) -> Iterator[Candidate]:
         """Torch's own choice, the solver's plans, and all ways."""
         planner = self.planner
         kept = convolutions_to_save(self._joint, self._step.kernel_bytes or {})
-        found = [self._proposal(())]
+        yield self.candidate(())
         ends = planner.floor.peak_bytes, planner.unplanned.peak_bytes
         for budget_bytes in budgets_to_try(*ends):
             for solver in (planner, self._fused_planner):
                 plan = solver.within(budget_bytes)
                 if plan is not None and plan[1]:
-                    found.append(self._proposal(saving(self._step, plan[1], kept)))
-        return [*found, *self._ways.values()]
+                    yield self.candidate(saving(self._step, plan[1], kept))
+        yield from self.ways.values()
 
     @cached_property
     def _fused_planner(self) -> Planner:
         return Planner(fused(self._step))
-
-    def _proposal(self, regions: Sequence[Region]) -> _Proposal:
-        found = tuple(map(flat, regions))
-        simulator = self.planner.simulator
-        saved = saved_by(self._step, simulator, found) if found else self.own
-        peak_bytes = simulator.run(found).peak_bytes
-        return _Proposal(found, peak_bytes, saved, self._bytes_saved(saved))
 
     def _bytes_saved(self, saved: frozenset[str] | None) -> int:
         """Bytes that forward saves at least.
@@ -184,31 +179,6 @@ class Proposer:
             if base.op != "placeholder":
                 found[base] = max(found.get(base, 0), num_bytes)
         return sum(found.values())
-
-    def _cheapest_first(self, one: _Proposal) -> tuple[float, bool, int]:
-        overhead = self.overhead_of(one.saved)
-        return overhead, bool(one.regions), one.simulated_peak_bytes
-
-    def _costed(self, one: _Proposal) -> Candidate:
-        overhead = self.overhead_of(one.saved)
-        return Candidate(one.regions, one.simulated_peak_bytes, overhead, one.saved)
-
-
-@dataclass(frozen=True, slots=True)
-class _Proposal:
-    """A candidate whose cost is not known yet, which takes longest to find."""
-
-    regions: tuple[Region, ...]
-    simulated_peak_bytes: int
-    saved: frozenset[str] | None
-    saved_bytes: int  # at least
-
-    def is_dominated_by(self, other: _Proposal) -> bool:
-        """Whether another that saves no more is simulated far below this one."""
-        is_below = (
-            _MOST_DOMINATED * other.simulated_peak_bytes < self.simulated_peak_bytes
-        )
-        return is_below and other.saved_bytes <= self.saved_bytes
 
 
 def fused(step: CompiledStep) -> Graph:
@@ -239,3 +209,7 @@ def budgets_to_try(low: int, high: int) -> Iterator[int]:
         yield low + (high - low) * place // (parts * NEAR_FLOOR)
     for place in range(1, NEAR_FLOOR):
         yield low + (high - low) * place // (4 * NEAR_FLOOR)
+
+
+def _cheapest_first(one: Candidate) -> tuple[float, bool, int]:
+    return one.overhead, bool(one.regions), one.simulated_peak_bytes

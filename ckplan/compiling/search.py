@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TypeAlias
 
 from ckplan import units
@@ -181,8 +180,9 @@ class CompiledPlanner:
         return self.joint.num_outputs
 
     def _first_within(self, budget_bytes: int) -> Chosen | None:
-        most_saved_bytes = budget_bytes - self.unplanned.held_bytes
-        for candidate, found in self.each_replayed(self._within(most_saved_bytes)):
+        left = budget_bytes - self.unplanned.held_bytes
+        some = [one for one in self.candidates if one.saved_bytes <= left]
+        for candidate, found in self.each_replayed(some):
             if found.peak_bytes <= budget_bytes:
                 return self.chosen(candidate, budget_bytes)
         return None
@@ -209,15 +209,12 @@ class CompiledPlanner:
         self._replayed = dict(self._real)
         return False
 
-    @cached_property
+    @property
     def candidates(self) -> tuple[Candidate, ...]:
         """All plans that a budget may get, flattened, the cheapest first."""
-        return self._within(float("inf"))
-
-    def _within(self, most_saved_bytes: float) -> tuple[Candidate, ...]:
         if self._progress is not None:
             self._progress("solving", 0, 0)
-        return tuple(self.proposer.within(most_saved_bytes))
+        return self.proposer.candidates
 
     def chosen(self, one: Candidate, budget_bytes: int | None = None) -> Chosen:
         """A candidate as a plan; by default, its budget is what it takes."""

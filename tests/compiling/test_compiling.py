@@ -209,16 +209,11 @@ def test_code_that_is_only_replayed_has_the_bytes_of_code_that_runs(
 def test_what_saves_more_than_a_budget_leaves_is_not_replayed(
     planner: CompiledPlanner,
 ) -> None:
-    held = planner.unplanned.held_bytes
     found = {c.saved: planner.replayed(c.saved) for c in planner.candidates}
-    for saved, replayed in found.items():
-        assert planner.proposer._bytes_saved(saved) <= replayed.saved_bytes
-    peaks = sorted(one.peak_bytes for one in found.values())
-    budget_bytes = peaks[len(peaks) // 2]
-    tried = {c.saved for c in planner.proposer.within(budget_bytes - held)}
-    assert len(tried) < len(found)
-    left_out = [one for saved, one in found.items() if saved not in tried]
-    assert min(one.peak_bytes for one in left_out) > budget_bytes
+    for one in planner.candidates:
+        assert 0 < one.saved_bytes <= found[one.saved].saved_bytes
+    budget_bytes = min(one.peak_bytes for one in found.values())
+    left = budget_bytes - planner.unplanned.held_bytes
     other = copy.copy(planner)
     other._replayed = dict(planner._real)
     solved = other.solve(budget_bytes)
@@ -226,7 +221,9 @@ def test_what_saves_more_than_a_budget_leaves_is_not_replayed(
         c for c in planner.candidates if found[c.saved].peak_bytes <= budget_bytes
     ]
     assert solved.saved == fitting[0].saved
-    assert len(other._replayed) < len(found)
+    saving_more = {c.saved for c in planner.candidates if c.saved_bytes > left}
+    assert saving_more - {None}
+    assert not saving_more & {*other._replayed} - {None}
 
 
 def test_plans_that_several_processes_replay_are_those_of_one(
@@ -304,7 +301,7 @@ def test_torch_s_own_division_comes_before_others_that_cost_nothing(
     planner: CompiledPlanner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Proposer, "overhead_of", lambda *_: 0.0)
-    first, *others = planner.proposer.within()
+    first, *others = Proposer(planner.joint, planner.step).candidates
     assert first.saved is None
     assert others
 
