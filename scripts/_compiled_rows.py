@@ -35,17 +35,23 @@ def built(spec: WorkloadSpec) -> Workload:
     return spec.build()
 
 
-def peak_of(workload: Workload, take: Callable[[], object]) -> int:
+def peak_of(
+    workload: Workload, take: Callable[[], object], held_bytes: int | None = None
+) -> int:
     """Most bytes of a step: parameters, buffers, batch, and what it allocates.
 
     Args:
         workload: Gradients are set to None before the step.
         take: Takes the step.
+        held_bytes: By parameters, buffers and batch, as far as they count; all of them
+            by default.
     """
     model = workload.model
     model.zero_grad(set_to_none=True)
     with log_allocations() as log:
         take()
+    if held_bytes is not None:
+        return held_bytes + log.peak_bytes
     held = tensors_of([[*model.parameters(), *model.buffers()], workload.batch])
     storages = {one.untyped_storage().data_ptr(): one for one in held}
     bytes_of = (one.untyped_storage().nbytes() for one in storages.values())

@@ -8,13 +8,13 @@ memory: otherwise each step gets some of it anew from the system, and how much i
 matter of what was freed before. "Faults" are pages that a step got nevertheless, with
 the plan and without, in the median. An overhead is the median over turns of the ratio
 to the step without a plan of the same turn, less one. Peaks are measured in a step
-before, parameters and batch included, bits compared in the first. Where no plan frees
-the share, the smallest plan has the row. Predicted overheads are those of the plan
-files. The most that is asked is of the measured ones. "Least" is what contractions and
-attention take that any division runs again in backward if it saves no more than the
-budget leaves beside parameters and batch: a minimum cut of the joint graph at their
-measured seconds (`ckplan/compiling/cuts.py`). All else is fused, counts as free there,
-and can be a gain.
+before, with the parameters, buffers and batch that it uses, bits compared in the first.
+Where no plan frees the share, the smallest plan has the row. Predicted overheads are
+those of the plan files. The most that is asked is of the measured ones. "Least" is what
+contractions and attention take that any division runs again in backward if it saves no
+more than the budget leaves beside parameters and batch: a minimum cut of the joint
+graph at their measured seconds (`ckplan/compiling/cuts.py`). All else is fused, counts
+as free there, and can be a gain.
 
 Rows are kept beside the page, as JSON, so that some can be measured again:
 
@@ -125,7 +125,8 @@ def measured(name: str, threads: tuple[int, ...], rounds: int) -> list[dict[str,
     torch._dynamo.reset()
     workload = _built(name)
     variants = [
-        _variant(workload, plan) for plan in (None, *(plan for *_, plan in plans))
+        _variant(workload, plan, unplanned.held_bytes)
+        for plan in (None, *(plan for *_, plan in plans))
     ]
     rows = []
     for count in threads:
@@ -189,7 +190,7 @@ def _progress() -> Any:
     return ProgressLine(sys.stderr)
 
 
-def _variant(workload: Any, plan: Any) -> Variant:
+def _variant(workload: Any, plan: Any, held_bytes: int) -> Variant:
     """Compile the step and take it twice: for its values, and for its peak."""
     import torch
 
@@ -209,7 +210,7 @@ def _variant(workload: Any, plan: Any) -> Variant:
 
     one = Variant(take)
     one.values = [take(), *(parameter.grad for parameter in model.parameters())]
-    one.peak_bytes = peak_of(workload, take)
+    one.peak_bytes = peak_of(workload, take, held_bytes)
     return one
 
 
