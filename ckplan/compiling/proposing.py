@@ -175,8 +175,9 @@ class Proposer:
             saved = frozenset(one.name for one in inputs)
         found: dict[fx.Node, int] = {}
         for node in read_by_backward(self._joint.module.graph, saved):
-            base, num_bytes = nodes.base_of(node), nodes.num_bytes(node)
+            base = nodes.base_of(node)
             if base.op != "placeholder":
+                num_bytes = min(map(nodes.num_bytes, (node, base)))  # some are expanded
                 found[base] = max(found.get(base, 0), num_bytes)
         return sum(found.values())
 
