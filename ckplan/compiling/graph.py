@@ -46,17 +46,6 @@ class CompiledStep:
     kernel_bytes: Mapping[str, int] | None
     rebuilt: tuple[tuple[float, float], ...]  # seconds of ops in backward's kernels
 
-    def seconds_of(self, joint: JointGraph) -> float:
-        """Seconds of another division of the same joint graph, on the CPU."""
-        costs = CpuCosts(self.kernel_bytes or {})
-        halves = joint.forward.graph, joint.backward.graph
-        costs.measure(*halves)
-        return sum(
-            costs.seconds(run, kernels)[0]
-            for half, kernels in zip(halves, map(Kernels, halves), strict=True)
-            for run in runs_of(half, self.fuses_more)
-        )
-
 
 def as_graph(
     joint: JointGraph,

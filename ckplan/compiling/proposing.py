@@ -16,9 +16,11 @@ from ckplan.compiling import nodes
 from ckplan.compiling.costs import CpuCosts
 from ckplan.compiling.cuts import Cuts
 from ckplan.compiling.graph import CompiledStep
+from ckplan.compiling.kernels import Kernels
 from ckplan.compiling.layouts import convolutions_to_save, saving
 from ckplan.compiling.outlines import outlined
 from ckplan.compiling.partition import JointGraph, read_by_backward
+from ckplan.compiling.runs import runs_of
 from ckplan.compiling.saved_values import flat, saved_by
 from ckplan.graph.graph import Graph
 from ckplan.plan.region import Region
@@ -127,8 +129,15 @@ class Proposer:
         return max(self.seconds_in(joint) / self._own_seconds - 1, 0.0)
 
     def seconds_in(self, joint: JointGraph) -> float:
-        """Estimated seconds of a division."""
-        return self._step.seconds_of(joint)
+        """Estimated seconds of a division: of all ops of its ``Graph``."""
+        costs = CpuCosts(self._step.kernel_bytes or {})
+        halves = joint.forward.graph, joint.backward.graph
+        costs.measure(*halves)
+        return sum(
+            costs.seconds(run, kernels)[0]
+            for half, kernels in zip(halves, map(Kernels, halves), strict=True)
+            for run in runs_of(half, self._step.fuses_more)
+        )
 
     def least_overhead(self, saved_bytes: int) -> float:
         """Contractions that run again at least, as a fraction of the unplanned step.
