@@ -1,20 +1,21 @@
 """What plans inside torch.compile cost, beside what is predicted.
 
-The step of every workload, forward, loss and backward with dropout, is compiled by
-torch alone and with plans that free shares of the activations that torch's own division
-keeps for backward. All are compiled in one process, for one model, and take steps by
-turns, every second turn in reverse; the first turns are dropped. The process keeps its
-memory: otherwise each step gets some of it anew from the system, and how much is a
-matter of what was freed before. "Faults" are pages that a step got nevertheless, with
-the plan and without, in the median. An overhead is the median over turns of the ratio
-to the step without a plan of the same turn, less one. Peaks are measured in a step
-before, with the parameters, buffers and batch that it uses, bits compared in the first.
-Where no plan frees the share, the smallest plan has the row. Predicted overheads are
-those of the plan files. The most that is asked is of the measured ones. "Least" is what
-contractions and attention take that any division runs again in backward if it saves no
-more than the budget leaves beside parameters and batch: a minimum cut of the joint
-graph at their measured seconds (`ckplan/compiling/cuts.py`). All else is fused, counts
-as free there, and can be a gain.
+The step of every workload, forward, loss and backward, with dropout in GPT-2 and BERT,
+is compiled by torch alone and with plans that free shares of the activations that
+torch's own division keeps for backward. All are compiled in one process, for one model,
+and take steps by turns, every second turn in reverse; the first turns are dropped. The
+process keeps its memory: otherwise each step gets some of it anew from the system, and
+how much is a matter of what was freed before. "Faults" are pages that a step got
+nevertheless, with the plan and without, in the median. An overhead is the median over
+turns of the ratio to the step without a plan of the same turn, less one. Peaks are
+measured in a step before, with the parameters, buffers and batch that it uses, bits
+compared in the first. Where no plan frees the share, the smallest plan has the row.
+Predicted overheads are those of the plan files. The most that is asked is of the
+measured ones. "Least" is what contractions and attention take that any division runs
+again in backward if it saves no more than the budget leaves beside parameters and
+batch: a minimum cut of the joint graph at their measured seconds
+(`ckplan/compiling/cuts.py`). All else is fused, counts as free there, and can be a
+gain.
 
 Rows are kept beside the page, as JSON, so that some can be measured again:
 
