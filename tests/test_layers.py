@@ -23,13 +23,14 @@ ROOMS: dict[str, set[str]] = {
     "errors": set(),
     "units": BASICS,
     "files": BASICS,
+    "copies": set(),
     "graph": BASICS,
     "graph.sharding": BASICS | {"graph"},
     "plan": BASICS | {"graph"},
     "gpus": BASICS | {"plan"},
     "simulating": BASICS | WAISTS | {"gpus"},
     "solving": BASICS | CORE,
-    "tuning": BASICS | CORE | {"graph.sharding", "solving"},
+    "tuning": BASICS | CORE | {"graph.sharding", "solving", "copies"},
     "fitting": BASICS | CORE | {"solving", "tuning"},
     "ejecting": BASICS | CORE | {"solving"},
     "encodings": set(),
@@ -79,7 +80,7 @@ ROOMS: dict[str, set[str]] = {
     | {"tracing.steps"},
     "compiling": BASICS
     | CORE
-    | {"solving", "training", "applying", "tracing", "tracing.faking"}
+    | {"copies", "solving", "training", "applying", "tracing", "tracing.faking"}
     | {"tracing.recording", "tracing.costs", "tracing.cuda"},
     "verifying": BASICS
     | CORE

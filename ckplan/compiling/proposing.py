@@ -65,6 +65,7 @@ class Proposer:
         self._step = step
         self.own = joint.instead  # what forward saves without a plan
         self._overheads: dict[frozenset[str] | None, float] = {self.own: 0.0}
+        self._saved_bytes: dict[frozenset[str] | None, int] = {}
 
     @cached_property
     def planner(self) -> Planner:
@@ -130,9 +131,8 @@ class Proposer:
 
     def seconds_in(self, joint: JointGraph) -> float:
         """Estimated seconds of a division: of all ops of its ``Graph``."""
-        costs = CpuCosts(self._step.kernel_bytes or {})
         halves = joint.forward.graph, joint.backward.graph
-        costs.measure(*halves)
+        costs = self._costs(*halves)
         return sum(
             costs.seconds(run, kernels)[0]
             for half, kernels in zip(halves, map(Kernels, halves), strict=True)
@@ -153,9 +153,12 @@ class Proposer:
 
     @cached_property
     def _cuts(self) -> Cuts:
+        return Cuts(self._joint, self._costs(self._joint.module.graph).alone)
+
+    def _costs(self, *graphs: fx.Graph) -> CpuCosts:
         costs = CpuCosts(self._step.kernel_bytes or {})
-        costs.measure(self._joint.module.graph)
-        return Cuts(self._joint, costs.alone)
+        costs.measure(*graphs)
+        return costs
 
     def _proposed(self) -> Iterator[Candidate]:
         """Torch's own choice, the solver's plans, and all ways."""
@@ -179,16 +182,17 @@ class Proposer:
 
         Of what makes several tensors, or has views, those count that backward reads.
         """
-        if saved is None:
+        if saved not in self._saved_bytes:
             inputs = self._joint.backward.graph.find_nodes(op="placeholder")
-            saved = frozenset(one.name for one in inputs)
-        found: dict[fx.Node, int] = {}
-        for node in read_by_backward(self._joint.module.graph, saved):
-            base = nodes.base_of(node)
-            if base.op != "placeholder":
-                num_bytes = min(map(nodes.num_bytes, (node, base)))  # some are expanded
-                found[base] = max(found.get(base, 0), num_bytes)
-        return sum(found.values())
+            names = {one.name for one in inputs} if saved is None else saved
+            found: dict[fx.Node, int] = {}
+            for node in read_by_backward(self._joint.module.graph, names):
+                base = nodes.base_of(node)
+                if base.op != "placeholder":  # some views of others are expanded
+                    num_bytes = min(map(nodes.num_bytes, (node, base)))
+                    found[base] = max(found.get(base, 0), num_bytes)
+            self._saved_bytes[saved] = sum(found.values())
+        return self._saved_bytes[saved]
 
 
 def fused(step: CompiledStep) -> Graph:

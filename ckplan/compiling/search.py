@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TypeAlias
 
 from ckplan import units
@@ -88,8 +89,7 @@ class CompiledPlanner:
         """
         found = self._first_within(budget_bytes)
         if found is None:
-            for _ in self.each_replayed(self.candidates):
-                """The smallest is told."""
+            _ = [*self.each_replayed(self.candidates)]  # the smallest is told
             if not self._is_real(self.smallest.saved):
                 found = self._first_within(budget_bytes)
         if found is None:
@@ -209,7 +209,7 @@ class CompiledPlanner:
         self._replayed = dict(self._real)
         return False
 
-    @property
+    @cached_property
     def candidates(self) -> tuple[Candidate, ...]:
         """All plans that a budget may get, flattened, the cheapest first."""
         if self._progress is not None:

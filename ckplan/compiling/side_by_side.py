@@ -6,19 +6,18 @@ this process but its result, and where it fails or stops, there is none.
 
 from __future__ import annotations
 
-import io
 import multiprocessing
 import os
-import signal
 import sys
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Generic, TypeVar
 
 import torch
+
+from ckplan.copies import start_copy
 
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
@@ -69,14 +68,8 @@ class _Copy(Generic[_Result]):
     """A copy of this process, made by a fork, as this process sees it."""
 
     def __init__(self, work: Callable[[_Item], _Result], item: _Item) -> None:
-        fork = multiprocessing.get_context("fork")
-        self._pipe, theirs = fork.Pipe(duplex=False)
-        self._process = fork.Process(
-            target=_work, args=(theirs, work, item), daemon=True
-        )
-        with warnings.catch_warnings():  # the threads that it lacks are idle ones
-            warnings.simplefilter("ignore", DeprecationWarning)
-            self._process.start()
+        self._pipe, theirs = multiprocessing.Pipe(duplex=False)
+        self._process = start_copy(_work, theirs, work, item)
         theirs.close()
 
     def result(self, until: float) -> _Result | None:
@@ -95,11 +88,6 @@ class _Copy(Generic[_Result]):
 
 
 def _work(pipe: Connection, work: Callable[[_Item], _Result], item: _Item) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the other process ends this one
-    silence = os.open(os.devnull, os.O_RDWR)
-    for stream in (0, 1, 2):
-        os.dup2(silence, stream)
-    sys.stdout = sys.stderr = io.StringIO()  # in a notebook, these have no number
     torch.set_num_threads(1)  # those of the other process are not there
     with suppress(Exception):  # raised where it is done once more
         pipe.send(work(item))

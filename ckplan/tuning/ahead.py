@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import signal
 import sys
 import threading
-import warnings
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -20,6 +18,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
+from ckplan.copies import start_copy
 from ckplan.graph.graph import Graph
 from ckplan.tuning.settings import Way
 
@@ -106,14 +105,9 @@ class _Copy:
         self._claims = fork.Array("b", _MOST_ASKED)  # step -> whether one records it
         self._asked: list[Asked] = []
         self._found: dict[Asked, Graph | None] = {}
-        self._process = fork.Process(
-            target=_serve,
-            args=(theirs, self._pipe, self._claims, record, prepare),
-            daemon=True,
+        self._process = start_copy(
+            _serve, theirs, self._pipe, self._claims, record, prepare
         )
-        with warnings.catch_warnings():  # its threads are those of idle kernels
-            warnings.simplefilter("ignore", DeprecationWarning)
-            self._process.start()
         theirs.close()
 
     def is_busy(self) -> bool:
@@ -187,10 +181,6 @@ def _serve(
 ) -> None:
     """Record steps until nobody listens any more."""
     other.close()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the search is interrupted, and ends
-    silence = os.open(os.devnull, os.O_RDWR)
-    for stream in (0, 1, 2):
-        os.dup2(silence, stream)
     prepare()
     with suppress(EOFError), ThreadPoolExecutor(1) as sending:
         while True:
