@@ -18,6 +18,7 @@ FILE = "tests/tracing/cuda/test_on_gpu.py"
 TESTS = (
     "test_a_planned_step_keeps_its_word_and_its_bits",
     "test_verify_takes_its_steps_on_the_gpu",
+    "test_a_compiled_plan_keeps_its_word_and_its_bits",
     "test_a_budget_is_proven_on_a_larger_card",
     "test_costs_are_measured_on_the_device",
     "test_a_profile_leaves_the_gpu_as_it_was",

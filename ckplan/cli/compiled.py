@@ -25,8 +25,8 @@ def check_alone(others: Iterable[object], rest_is_default: bool) -> None:
     if not rest_is_default or any(one is not None for one in others):
         raise typer.BadParameter(
             "--compile takes --set, --input, --amp, --seed and --json; verify also "
-            "a plan or --budget, --steps and --save, compare --budget, and profile "
-            "--generate, -o, --gpu, --device and --host"
+            "a plan or --budget, --device, --steps and --save, compare --budget, and "
+            "profile --generate, -o, --gpu, --device and --host"
         )
 
 
@@ -99,6 +99,7 @@ def verify_in_compiled(
     known: Remembered,
     plan: Plan | None,
     budget: str | None,
+    device: str | None,
     steps: int,
     save: Path | None,
     force: bool,
@@ -120,6 +121,7 @@ def verify_in_compiled(
             wanted,
             eager=eager,
             amp=known.training.amp,
+            device=device,
             steps=steps,
             seed=known.seed,
             progress=progress,

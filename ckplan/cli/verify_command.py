@@ -105,12 +105,12 @@ def verify(
     from ckplan.plan import file as plan_file
 
     if compiled:
-        others = (device, cap, spill, trace, plot, report)
+        others = (cap, spill, trace, plot, report)
         check_alone(others, step.is_plain and not (fake or energy))
         target, chosen = inputs.target_and_wish(target_and_plan, budget)
         given = None if chosen is None else plan_file.load(chosen)
         workload = step.completed(target, source, seed, given)
-        verify_in_compiled(workload, given, budget, steps, save, force, as_json)
+        verify_in_compiled(workload, given, budget, device, steps, save, force, as_json)
         return
     check_not_compiled(budget, save)
     target, plan = inputs.target_and_plan(target_and_plan)

@@ -136,6 +136,14 @@ class CardCosts:
         device = self._gpu.device_seconds(flops, moved_bytes, rate)
         return device, self._gpu.launch_seconds * kernels.launches(run)
 
+    def alone(self, node: fx.Node) -> float:
+        """Seconds of a contraction or attention; 0.0 of what is fused with others."""
+        if not nodes.is_alone(node):
+            return 0.0
+        moved_bytes = _as_recorded(node).moved_bytes
+        flops, rate = nodes.flops_of(node), _rate_of(node)
+        return self._gpu.device_seconds(flops, moved_bytes, rate)
+
     def rebuilt(self, run: Sequence[fx.Node], kernels: Kernels) -> tuple[float, float]:
         """The same of a run in a kernel of backward, unless it is one of its own."""
         device, launch = self.seconds(run, kernels)
@@ -147,6 +155,13 @@ class CardCosts:
         if not nodes.is_alone(node):
             return NO_WORKSPACE
         return workspace_of(_as_recorded(node), self._gpu)
+
+
+def costs_of(
+    gpu: Gpu | None, kernel_bytes: Mapping[str, int] | None
+) -> CpuCosts | CardCosts:
+    """Costs on a card, or on this CPU, where kernels of a replay are known."""
+    return CpuCosts(kernel_bytes or {}) if gpu is None else CardCosts(gpu)
 
 
 def _num_stored(run: Sequence[fx.Node]) -> int:

@@ -7,7 +7,6 @@ traced on fake CPU tensors, and the compiler calls the ops that a card would run
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -20,16 +19,11 @@ from ckplan.compiling.finding import run_uncompiled
 from ckplan.compiling.graph import as_graph
 from ckplan.compiling.lowering import DynamoGraph
 from ckplan.compiling.partition import JointGraph
-from ckplan.compiling.refusals import check_same_graph
-from ckplan.compiling.saved_values import flat, saved_by
 from ckplan.compiling.search import Progress
 from ckplan.compiling.torch_errors import errors_pass
 from ckplan.errors import CkplanError, GraphBreakError, WorkloadError
-from ckplan.gpus import DEFAULT, Gpu, find
+from ckplan.gpus import Gpu
 from ckplan.graph.graph import Graph
-from ckplan.plan.plan import Plan
-from ckplan.plan.resolve import resolve
-from ckplan.simulating.simulate import Simulator
 from ckplan.tracing.costs.apply_overhead import on_host
 from ckplan.tracing.cuda import compiled_as_cuda, cpu_as_cuda
 from ckplan.tracing.cuda.memory import in_allocator_blocks
@@ -98,29 +92,6 @@ def profile_for_card(
     known = {**step.graph.fingerprint, "batch": shapes}
     graph = replace(step.graph, fingerprint=known, notes=notes)
     return replace(finish(graph), generated=tuple(generated))
-
-
-def saved_on_card(plan: Plan, joint: JointGraph) -> frozenset[str] | None:
-    """Names of the nodes that forward saves under a plan, in a joint graph for CUDA.
-
-    It warns that no code was replayed: generated code for CUDA is not Python alone.
-
-    Returns:
-        None if it is torch's own choice.
-
-    Raises:
-        PlanError: The plan is for uncompiled code, another graph or another device.
-    """
-    check_same_graph(plan, joint.digest, "cuda")
-    warnings.warn(
-        "the peak of the plan is simulated, not replayed: on CUDA, measure it",
-        stacklevel=2,
-    )
-    step = as_graph(joint, plan.model or "model", gpu=find(DEFAULT))  # any: for names
-    regions = tuple(map(flat, resolve(plan, step.graph)))
-    if not regions:
-        return joint.instead
-    return saved_by(step, Simulator(step.graph), regions)
 
 
 def _joint_graph(workload: Workload, step_of: Any, gpu: Gpu) -> JointGraph:

@@ -33,6 +33,7 @@ from ckplan.compiling.torch_names import (
 )
 from ckplan.errors import ApplyError
 from ckplan.training.failures import first_line
+from ckplan.training.randomness import randomness_restored
 from ckplan.training.workload import tensors_of
 
 
@@ -225,7 +226,7 @@ def _restored(model: nn.Module) -> Iterator[None]:
     before = [dict(buffers) for buffers in held]  # forward may assign others
     values = [(one, one.detach().clone()) for one in model.buffers()]
     try:
-        with torch.random.fork_rng(devices=[]):
+        with randomness_restored():
             yield
     finally:
         for buffers, known in zip(held, before, strict=True):

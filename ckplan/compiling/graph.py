@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from torch import fx
 
 from ckplan.compiling import nodes
-from ckplan.compiling.costs import CardCosts, CpuCosts
+from ckplan.compiling.costs import CardCosts, CpuCosts, costs_of
 from ckplan.compiling.kernels import Kernels
 from ckplan.compiling.partition import JointGraph
 from ckplan.compiling.runs import leaves, main_of, runs_of
@@ -65,7 +65,7 @@ def as_graph(
             saved tensors. Whether Inductor's do, the replay of its code shows.
         gpu: The card that has the costs; by default one core of this CPU.
     """
-    costs = CpuCosts(kernel_bytes or {}) if gpu is None else CardCosts(gpu)
+    costs = costs_of(gpu, kernel_bytes)
     builder = _Builder(fuses_more, costs)
     costs.measure(joint.forward.graph, joint.backward.graph)
     builder.add_inputs(joint)

@@ -12,6 +12,7 @@ from torch import fx
 from ckplan.compiling.partition import JointGraph, Partitioner, cached_partitioner
 from ckplan.compiling.torch_names import (
     QUICK,
+    FakeTensorMode,
     Record,
     Symbol,
     compile_with,
@@ -131,8 +132,9 @@ def _recorder(sizes: Mapping[Symbol, int]) -> tuple[dict[bool, Code], Record]:
 def _at(value: Any, sizes: Mapping[Symbol, int]) -> Any:
     """An example input, with numbers in place of symbols."""
     if isinstance(value, torch.Tensor):
-        place = layout_at(value, sizes)
-        return torch.empty_strided(*place, dtype=value.dtype, device="meta")
+        how: Any = {"dtype": value.dtype, "device": value.device}
+        with FakeTensorMode():
+            return torch.empty_strided(*layout_at(value, sizes), **how)
     return evaluate(value, sizes) if isinstance(value, torch.SymInt) else value
 
 

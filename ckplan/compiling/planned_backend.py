@@ -12,7 +12,6 @@ from torch import fx, nn
 from ckplan import units
 from ckplan.compiling.dynamic import compiled_for, sizes_of, with_sizes
 from ckplan.compiling.eager_code import check_has_no_eager_code, read_wanted
-from ckplan.compiling.elsewhere import saved_on_card
 from ckplan.compiling.finding import find_parts, key_of
 from ckplan.compiling.lowering import DynamoGraph
 from ckplan.compiling.outside import Outside
@@ -87,7 +86,6 @@ class Backend:
         self.outside = outside
         self._progress = progress
         self.chosen: list[Chosen] = []  # one per shape compiled for training
-        self.followed: list[Plan] = []  # on CUDA, without a replay
         self.parts: Parts | None = None  # of a step that may break
         self.shares: Mapping[str, Chosen] = {}  # by key of a graph of those
         self._budget_bytes: int | None = None  # of those
@@ -112,7 +110,7 @@ class Backend:
         """
         if self.parts is not None:
             return [self.parts.plan(self.shares, self._budget_bytes)]
-        return [one.plan for one in self.chosen] + self.followed
+        return [one.plan for one in self.chosen]
 
     def __call__(
         self,
@@ -125,11 +123,10 @@ class Backend:
         """Plan and compile a graph of Dynamo."""
         with errors_pass():
             options, sizes = dict(options or {}), sizes_of(inputs)
-            check_inputs(inputs, mode, options, isinstance(self._wanted, Plan))
+            check_inputs(inputs, mode, options)
             traced = DynamoGraph(graph, inputs, options, sizes)
-            if device_of(inputs) != "cpu":
-                return self._on_card(traced)
-            require_compiler()
+            if device_of(inputs) == "cpu":
+                require_compiler()
             if self.parts is not None:
                 return self._part(traced)
             planner = self._planner(with_sizes(traced) if sizes else traced)
@@ -142,18 +139,6 @@ class Backend:
         self.chosen.append(chosen)
         self._compilations.append(compilation())
         return call
-
-    def _on_card(self, traced: DynamoGraph) -> Callable[..., Any]:
-        """Compile a graph for CUDA: a plan is followed, and nothing replayed."""
-        joint = traced.trace() if trains(traced) else None
-        if joint is None:
-            return traced.compile(cached_partitioner(None))[0]
-        self._check_is_whole(traced.module)
-        assert isinstance(self._wanted, Plan)
-        saved = saved_on_card(self._wanted, joint)
-        self.followed.append(self._wanted)
-        self._compilations.append(compilation())
-        return traced.compile(cached_partitioner(saved))[0]
 
     def find_parts(
         self,
@@ -175,7 +160,8 @@ class Backend:
         """
         if self.parts is not None or not torch.is_grad_enabled():
             return None
-        require_compiler()
+        if device_of([*model.parameters(), *model.buffers()]) == "cpu":
+            require_compiler()
         parts = find_parts(call, model, args, kwargs, how, self._progress)
         if isinstance(self._wanted, Plan):
             self._budget_bytes = self._wanted.budget_bytes

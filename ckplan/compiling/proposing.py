@@ -13,15 +13,16 @@ from functools import cached_property
 from torch import fx
 
 from ckplan.compiling import nodes
-from ckplan.compiling.costs import CpuCosts
+from ckplan.compiling.costs import CardCosts, CpuCosts, costs_of
 from ckplan.compiling.cuts import Cuts
-from ckplan.compiling.graph import CompiledStep
+from ckplan.compiling.graph import CompiledStep, as_graph
 from ckplan.compiling.kernels import Kernels
 from ckplan.compiling.layouts import convolutions_to_save, saving
 from ckplan.compiling.outlines import outlined
 from ckplan.compiling.partition import JointGraph, read_by_backward
 from ckplan.compiling.runs import runs_of
 from ckplan.compiling.saved_values import flat, saved_by
+from ckplan.gpus import Gpu
 from ckplan.graph.graph import Graph
 from ckplan.plan.region import Region
 from ckplan.solving.planner import Planner
@@ -54,15 +55,19 @@ class Candidate:
 class Proposer:
     """Proposes plans for one compiled step. What they cost is estimated once."""
 
-    def __init__(self, joint: JointGraph, step: CompiledStep) -> None:
+    def __init__(
+        self, joint: JointGraph, step: CompiledStep, card: Gpu | None = None
+    ) -> None:
         """Propose nothing yet.
 
         Args:
             joint: The joint graph, divided as torch does.
             step: The same as a ``Graph``.
+            card: That the step is for; None: the CPU.
         """
         self._joint = joint
         self._step = step
+        self._card = card
         self.own = joint.instead  # what forward saves without a plan
         self._overheads: dict[frozenset[str] | None, float] = {self.own: 0.0}
         self._saved_bytes: dict[frozenset[str] | None, int] = {}
@@ -131,6 +136,10 @@ class Proposer:
 
     def seconds_in(self, joint: JointGraph) -> float:
         """Estimated seconds of a division: of all ops of its ``Graph``."""
+        if self._card is not None:  # launches run beside it
+            model, more = self._step.graph.model, self._step.fuses_more
+            step = as_graph(joint, model, fuses_more=more, gpu=self._card)
+            return step.graph.step_seconds
         halves = joint.forward.graph, joint.backward.graph
         costs = self._costs(*halves)
         return sum(
@@ -155,8 +164,8 @@ class Proposer:
     def _cuts(self) -> Cuts:
         return Cuts(self._joint, self._costs(self._joint.module.graph).alone)
 
-    def _costs(self, *graphs: fx.Graph) -> CpuCosts:
-        costs = CpuCosts(self._step.kernel_bytes or {})
+    def _costs(self, *graphs: fx.Graph) -> CpuCosts | CardCosts:
+        costs = costs_of(self._card, self._step.kernel_bytes)
         costs.measure(*graphs)
         return costs
 

@@ -12,20 +12,16 @@ from ckplan import units
 from ckplan.compiling.lowering import DynamoGraph
 from ckplan.errors import ApplyError, PlanError
 from ckplan.plan.plan import COMPILED, Plan
+from ckplan.training.allocator import CPU
 
+_CUDA_GRAPHS = "triton.cudagraphs"  # option of Inductor
 _MODES = (None, "default", "reduce-overhead")
 
 
 def check_inputs(
-    inputs: Sequence[Any],
-    mode: str | None,
-    options: Mapping[str, Any],
-    follows_plan: bool = False,
+    inputs: Sequence[Any], mode: str | None, options: Mapping[str, Any]
 ) -> None:
-    """Refuse what the replay was not shown to be exact for.
-
-    A plan can be followed on CUDA without a replay: what forward saves is the plan's.
-    """
+    """Refuse what the replay was not shown to be exact for."""
     tuned = [name for name, on in options.items() if on and "max_autotune" in name]
     if tuned:
         raise ApplyError(
@@ -39,22 +35,19 @@ def check_inputs(
             needed=f"one of {', '.join(map(str, _MODES))}",
             hint="leave out mode",
         )
-    device = device_of(inputs)
-    if device == "cuda" and follows_plan:
-        if mode == "reduce-overhead":
-            raise ApplyError(
-                "cannot follow a plan in CUDA graphs: what their memory holds is not "
-                "known",
-                needed="mode='default'",
-                hint="leave out mode",
-            )
-    elif device != "cpu":
+    places = {one.device for one in inputs if isinstance(one, torch.Tensor)} - {CPU}
+    if len(places) > 1 or any(one.type != "cuda" for one in places):
+        named = ", ".join(sorted(map(str, places)))
         raise ApplyError(
-            f"cannot plan compiled code for {device} within a budget: the replay of "
-            "generated code was measured on CPUs alone",
-            needed="a model and a batch on the CPU; on CUDA, a plan",
-            hint="ckplan profile model.py --compile --gpu 'RTX 4090', ckplan solve, "
-            "then ckplan.compile(model, 'plan.yaml'); or ckplan.apply, uncompiled",
+            f"cannot plan compiled code for {named}",
+            needed="a model and a batch on the CPU, or on one CUDA device",
+            hint="ckplan.apply, uncompiled",
+        )
+    if places and (mode == "reduce-overhead" or options.get(_CUDA_GRAPHS)):
+        raise ApplyError(
+            "cannot plan CUDA graphs: what their memory holds is not known",
+            needed="mode='default'",
+            hint="leave out mode",
         )
 
 

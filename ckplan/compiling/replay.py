@@ -6,6 +6,9 @@ which have sizes and no bytes; kernels do nothing. Every storage counts from its
 allocation until nothing holds it. Kernels that are not generated (matrix products,
 convolutions, sorts) may allocate scratch memory. It is measured once per distinct call,
 by running that kernel alone.
+
+On a card, bytes are those of the allocator's blocks, and what cuBLAS keeps counts as
+held; what is on the CPU beside it does not count.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,23 +25,29 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ckplan.compiling.lowering import Code, Lowered
+from ckplan.compiling.refusals import device_of
 from ckplan.compiling.torch_names import (
+    ALIGNED,
+    CHECKS,
     COMPILES_KERNELS,
     EXTERN_KERNELS,
+    MAKES,
     FakeTensorMode,
     storage_key,
 )
-from ckplan.compiling.workspaces import KernelBytes
+from ckplan.compiling.workspaces import KernelBytes, Taken
 from ckplan.errors import ApplyError
+from ckplan.units import in_blocks
 
-_NO_KERNEL = {"empty_strided", "as_strided", "detach"}
+_NO_KERNEL = {"empty_strided", "as_strided", "detach", "device"}
 
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
     """Bytes of one forward and backward."""
 
-    held_bytes: int  # by inputs: parameters, buffers and the batch
+    # By inputs: parameters, buffers and the batch; on a card, by cuBLAS, too.
+    held_bytes: int
     forward_peak_bytes: int  # above those
     saved_bytes: int  # alive between forward and backward, outputs included
     backward_peak_bytes: int
@@ -120,7 +130,7 @@ def replay_alone(code: Code) -> int:
 
 
 def _replay_alone(code: Code, kernels: KernelBytes) -> int:
-    ledger = Ledger()
+    ledger = Ledger(device_of(code.inputs))
     with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
         given = [_fake(value) for value in code.inputs]
         for value in given:
@@ -131,7 +141,7 @@ def _replay_alone(code: Code, kernels: KernelBytes) -> int:
 
 
 def _replay(lowered: Lowered, num_outputs: int, kernels: KernelBytes) -> Replayed:
-    ledger = Ledger()
+    ledger = Ledger(device_of(lowered.forward.inputs))
     with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
         given = [_fake(value) for value in lowered.forward.inputs]
         held_bytes = sum(ledger.ignore(value) for value in given)
@@ -140,6 +150,7 @@ def _replay(lowered: Lowered, num_outputs: int, kernels: KernelBytes) -> Replaye
             outputs, saved = made[:num_outputs], _sizes_first(made[num_outputs:])
             del made
             forward_peak_bytes, saved_bytes = ledger.peak_bytes, ledger.live_bytes
+            held_bytes += kernels.kept_bytes(ledger.device)
             ledger.peak_bytes = 0
             gradients_in = lowered.backward.inputs[len(saved) :]
             tangents = [_fake(value) for value in gradients_in]
@@ -149,6 +160,7 @@ def _replay(lowered: Lowered, num_outputs: int, kernels: KernelBytes) -> Replaye
             gradients = _call(lowered.backward, ledger, kernels, saved)
             _accumulate(gradients, lowered.forward.inputs)
             backward_peak_bytes, gradient_bytes = ledger.peak_bytes, ledger.live_bytes
+            held_bytes += kernels.kept_bytes(ledger.device)
             del outputs, roots, gradients
     return Replayed(
         held_bytes,
@@ -182,9 +194,13 @@ def _laid_out_alike(gradient: torch.Tensor, parameter: torch.Tensor) -> bool:
 
 
 class Ledger:
-    """Live bytes and their peak, from births and deaths of storages."""
+    """Live bytes and their peak, from births and deaths of storages.
 
-    def __init__(self) -> None:
+    On a card, these are bytes of blocks, and tensors on the CPU take none.
+    """
+
+    def __init__(self, device: str = "cpu") -> None:
+        self.device = device  # its type
         self.live_bytes = 0
         self.peak_bytes = 0
         self._known: set[int] = set()
@@ -195,25 +211,41 @@ class Ledger:
             return 0
         return self._watch(value, self._known.discard)
 
-    def count(self, value: object) -> None:
-        """Count a tensor's storage until it is freed, unless it is known."""
+    def count(self, value: object, num_bytes: int | None = None) -> None:
+        """Count a tensor's storage until it is freed, unless it is known.
+
+        Args:
+            value: The tensor; anything else does not count.
+            num_bytes: That it takes; by default, those of its storage.
+        """
         if isinstance(value, torch.Tensor):
-            self._add(self._watch(value, self._free))
+            self._add(self._watch(value, self._free, num_bytes))
 
     def spike(self, num_bytes: int) -> None:
         """Count bytes that are freed at once."""
         self._add(num_bytes)
         self._add(-num_bytes)
 
-    def _watch(self, tensor: torch.Tensor, at_death: Callable[..., None]) -> int:
-        storage = tensor.untyped_storage()
-        key, size = storage_key(tensor), storage.nbytes()
+    def _watch(
+        self,
+        tensor: torch.Tensor,
+        at_death: Callable[..., None],
+        num_bytes: int | None = None,
+    ) -> int:
+        storage, key = tensor.untyped_storage(), storage_key(tensor)
+        size = self._bytes_of(tensor) if num_bytes is None else num_bytes
         if key in self._known:
             return 0
         self._known.add(key)
         sized = (key, size) if at_death == self._free else (key,)
         weakref.finalize(storage, at_death, *sized)
         return size
+
+    def _bytes_of(self, tensor: torch.Tensor) -> int:
+        num_bytes = tensor.untyped_storage().nbytes()
+        if self.device == "cpu":
+            return num_bytes
+        return in_blocks(num_bytes) if tensor.device.type == self.device else 0
 
     def _free(self, key: int, num_bytes: int) -> None:
         self._known.discard(key)
@@ -235,10 +267,17 @@ class Meter(TorchDispatchMode):
         self, op: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        taken = Taken()
         if op.overloadpacket.__name__ not in _NO_KERNEL:
-            self.ledger.spike(self.kernels.bytes_of(op, args, kwargs))
+            taken = self.kernels.taken_by(op, args, kwargs)
+        self.ledger.spike(taken.peak_bytes)
         made = op(*args, **kwargs)
-        pytree.tree_map(self.ledger.count, made)
+        if taken.made is None:
+            pytree.tree_map(self.ledger.count, made)
+        else:
+            tensors = filter(_is_tensor, pytree.tree_leaves(made))
+            for one, num_bytes in zip(tensors, taken.made, strict=True):
+                self.ledger.count(one, num_bytes)
         return made
 
 
@@ -246,7 +285,16 @@ def _fake(value: Any) -> Any:
     """A fresh tensor of the same geometry, under the active fake mode."""
     if not isinstance(value, torch.Tensor):
         return value
-    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
+    how: Any = {"dtype": value.dtype, "device": value.device}
+    return torch.empty_strided(value.shape, value.stride(), **how)
+
+
+def _is_tensor(value: object) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
+def _as_it_is(value: Any) -> Any:
+    return value
 
 
 class _Nothing:
@@ -295,13 +343,13 @@ def _call(
         start = tensor.storage_offset() + offset
         return torch.as_strided(tensor, size, stride, start)
 
-    def empty(size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty_strided(size, stride, dtype=dtype)
+    def empty(on: str, size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty_strided(size, stride, dtype=dtype, device=on)
 
     names.update(
-        assert_size_stride=_Nothing(),
-        assert_alignment=_Nothing(),
-        empty_strided_cpu=empty,
+        dict.fromkeys(CHECKS, _Nothing()),
+        **{name: partial(empty, device) for name, device in MAKES.items()},
+        **{ALIGNED: _as_it_is},
         reinterpret_tensor=view,
         **code.constants,
     )

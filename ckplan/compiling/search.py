@@ -19,14 +19,20 @@ from ckplan.compiling.graph import CompiledStep, as_graph
 from ckplan.compiling.lowering import DynamoGraph, Lowered
 from ckplan.compiling.partition import JointGraph
 from ckplan.compiling.proposing import Candidate, Proposer
-from ckplan.compiling.refusals import check_same_graph, check_within_budget
+from ckplan.compiling.refusals import (
+    check_same_graph,
+    check_within_budget,
+    device_of,
+)
 from ckplan.compiling.replay import Replayed, replay, replay_known
 from ckplan.compiling.side_by_side import most_at_once, side_by_side
 from ckplan.errors import InfeasibleError
+from ckplan.gpus import Gpu
 from ckplan.plan.plan import Plan, Prediction, plan_fingerprint
 from ckplan.plan.region import Region
 from ckplan.plan.resolve import describe, resolve
 from ckplan.simulating.simulate import Simulator
+from ckplan.tracing.target import local_card
 
 Progress: TypeAlias = Callable[[str, int, int], object]
 """Told the stage of the work, the number of items done and their total."""
@@ -69,10 +75,12 @@ class CompiledPlanner:
         self.traced = traced
         self.joint = joint
         self.unplanned = unplanned
-        self.step = _nearer(joint, model, unplanned)
+        self.device = device_of(traced.inputs)
+        card = None if self.device == "cpu" else local_card()
+        self.step = _step_of(joint, model, unplanned, card)
         self._progress = progress
         self._quick = quick
-        self.proposer = Proposer(joint, self.step)
+        self.proposer = Proposer(joint, self.step, card)
         own = self.proposer.own
         self._replayed: dict[frozenset[str] | None, Replayed] = {own: unplanned}
         self._real = dict(self._replayed)  # of code that is, or would be, compiled
@@ -120,7 +128,7 @@ class CompiledPlanner:
             PlanError: The plan is for uncompiled code or another graph, or names what
                 the graph does not have.
         """
-        check_same_graph(plan, self.joint.digest)
+        check_same_graph(plan, self.joint.digest, self.device)
         return self.proposer.candidate(resolve(plan, self.step.graph))
 
     def follow(self, plan: Plan, lowered: Lowered | None = None) -> Chosen:
@@ -246,9 +254,16 @@ class CompiledPlanner:
         )
 
 
-def _nearer(joint: JointGraph, model: str, unplanned: Replayed) -> CompiledStep:
-    """The step whose simulated peak is nearer to the replayed one, of two ways."""
+def _step_of(
+    joint: JointGraph, model: str, unplanned: Replayed, card: Gpu | None
+) -> CompiledStep:
+    """The step whose simulated peak is nearer to the replayed one, of two ways.
+
+    For a card, that of ``elsewhere.py``, so that a plan made there names the same ops.
+    """
     given = joint, model, unplanned.kernel_bytes
+    if card is not None:
+        return as_graph(*given, gpu=card)
 
     def far(one: CompiledStep) -> int:
         return abs(Simulator(one.graph).run(()).peak_bytes - unplanned.peak_bytes)

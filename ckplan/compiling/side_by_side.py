@@ -28,7 +28,12 @@ when it was made is never released in it."""
 
 
 def most_at_once() -> int:
-    """How many items can be worked at: at most as many as torch has threads."""
+    """How many items can be worked at: at most as many as torch has threads.
+
+    CUDA does not run in a copy.
+    """
+    if torch.cuda.is_initialized():
+        return 1
     if sys.platform != "linux" or multiprocessing.current_process().daemon:
         return 1
     return min(torch.get_num_threads(), len(os.sched_getaffinity(0)), _MOST)

@@ -25,9 +25,9 @@ from ckplan.compiling.torch_errors import (
     require_hook,
 )
 from ckplan.errors import CkplanError, GraphBreakError, WorkloadError
-from ckplan.gpus import DEFAULT, find
+from ckplan.gpus import DEFAULT, Gpu, find
 from ckplan.graph.graph import Graph
-from ckplan.tracing.target import find_target
+from ckplan.tracing.target import find_target, local_card
 from ckplan.training.fingerprint import fingerprint
 from ckplan.training.loading import WorkloadSpec, as_spec
 from ckplan.training.losses import arguments_of, pick_loss
@@ -84,6 +84,11 @@ def compiled_loss(workload: Workload, backend: Any) -> Callable[[], torch.Tensor
             return call(*given)
 
     return loss
+
+
+def _card_in_use() -> Gpu:
+    """The card of this machine; without one, the default one."""
+    return local_card() if torch.cuda.is_available() else find(DEFAULT)
 
 
 def _steps(
@@ -194,7 +199,7 @@ def profile_compiled(
     known: dict[str, Any] = {"workload": describe_workload(spec, seed), "amp": amp}
     options = {key: value for key, value in known.items() if value}
     if target.device.type == "cuda":
-        load, card = spec.load(), target.gpu or find(DEFAULT)
+        load, card = spec.load(), target.gpu or _card_in_use()
         graph = profile_for_card(
             lambda: under_autocast(load(), amp, "cuda"),
             _steps,

@@ -50,12 +50,15 @@ else:
     MISSING = None
 
 __all__ = [
+    "ALIGNED",
+    "CHECKS",
     "COMPILED",
     "COMPILES_KERNELS",
     "EXAMPLE",
     "EXTERN_KERNELS",
     "FORWARD_OF_BACKWARD",
     "IN_FORWARD",
+    "MAKES",
     "MISSING",
     "PLACE",
     "PRIMALS",
@@ -105,6 +108,11 @@ COMPILED = "_torchdynamo_orig_callable"  # attribute of a compiled function
 COMPILES_KERNELS = "from torch._inductor.async_compile import AsyncCompile"
 EXTERN_KERNELS = "from torch._inductor.select_algorithm import extern_kernels"
 """Lines of generated code that import what makes kernels, and what calls others."""
+CHECKS = ("assert_size_stride", "assert_size_stride_grouped", "assert_alignment")
+MAKES = {"empty_strided_cpu": "cpu", "empty_strided_cuda": "cuda"}
+ALIGNED = "copy_if_misaligned"
+"""Names in generated code: checks of tensors, what makes tensors by device, and a copy
+of an input that is laid out badly."""
 _SOURCES_OF_PARAMETERS, _SOURCE = "_param_name_to_source", "_dynamo_source"
 """Attributes of a graph of Dynamo and of its inputs: where the user has them."""
 EXAMPLE = "example_value"

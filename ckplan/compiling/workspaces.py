@@ -1,25 +1,47 @@
 """Memory that kernels allocate while they run, measured once per distinct call.
 
 The sizes of tensors do not say how much scratch memory a convolution or a sort needs.
-So each distinct call runs alone, on tensors of zeros, under the allocator's log.
+So each distinct call runs alone, on tensors of zeros, under the allocator's log. On a
+card, multiplications do not run: what cuBLAS takes is known.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils import _pytree as pytree
 
 from ckplan.errors import ApplyError
-from ckplan.training.allocator import AllocatorLog, log_allocations
+from ckplan.graph.records import MULTIPLIES
+from ckplan.tracing.cuda.cublas import WORKSPACE_PERSISTS, kept_bytes
+from ckplan.training.allocator import (
+    CPU,
+    AllocatorLog,
+    log_allocations,
+    requested_within,
+)
 from ckplan.training.collector import collection_off
+from ckplan.training.randomness import randomness_restored
+from ckplan.units import in_blocks
 
 _MARK = "ckplan kernel "
 _RECURRENT = "aten.mkldnn_rnn_layer"  # and its backward, which zeros would crash
-_KNOWN: dict[str, int] = {}
+_CALLED = {"bias_addmm": "addmm"}  # in generated code
+
+
+class Taken(NamedTuple):
+    """Bytes that a kernel takes."""
+
+    peak_bytes: int = 0  # at once, outputs included
+    # On a card, by each tensor that it returns: some are on the CPU, whatever fake
+    # tensors say, such as the seed of dropout in attention.
+    made: tuple[int, ...] | None = None
+
+
+_KNOWN: dict[str, Taken] = {}
 
 
 class KernelBytes:
@@ -35,24 +57,49 @@ class KernelBytes:
         self._in_code = in_code or {}
         self._wanted: dict[str, tuple[Callable[..., Any], Any, Any]] = {}
         self.seen: dict[str, int] = {}  # most bytes by op and shapes
+        self._ran: set[str] = set()  # ops, since what is kept was asked for
 
     def bytes_of(self, op: Callable[..., Any], args: Any, kwargs: Any) -> int:
-        """Bytes of one call; 0, until ``measure``, if no such call was measured.
+        """Bytes that one call takes at once; see ``taken_by``."""
+        return self.taken_by(op, args, kwargs).peak_bytes
+
+    def taken_by(self, op: Callable[..., Any], args: Any, kwargs: Any) -> Taken:
+        """Bytes of one call; none, until ``measure``, if no such call was measured.
 
         Raises:
             ApplyError: The kernel reads what only the same kernel can have written.
         """
         _check_runs_alone(op)
-        shapes = _op_and_shapes(op, args, kwargs)
+        name = _name_of(op)
+        self._ran.add(name)
+        tensors = [
+            leaf
+            for leaf in pytree.tree_leaves((args, kwargs))
+            if isinstance(leaf, torch.Tensor)
+        ]
+        shapes = f"{name} {[tuple(one.shape) for one in tensors]}"
         if shapes in self._in_code:
-            return self._in_code[shapes]
+            return Taken(self._in_code[shapes])
+        if WORKSPACE_PERSISTS and name in MULTIPLIES and _place_of(tensors) != CPU:
+            return Taken()
         described = pytree.tree_map(_describe, (args, kwargs))
         key = repr((str(op), described))
         if key not in _KNOWN:
             self._wanted[key] = op, *described
-        num_bytes = _KNOWN.get(key, 0)
-        self.seen[shapes] = max(num_bytes, self.seen.get(shapes, 0))
-        return num_bytes
+        taken = _KNOWN.get(key, Taken())
+        self.seen[shapes] = max(taken.peak_bytes, self.seen.get(shapes, 0))
+        return taken
+
+    def kept_bytes(self, device: str) -> int:
+        """Bytes that a card's libraries keep for a thread that ran the ops so far.
+
+        They are those since this was asked before: of forward, then of backward.
+        """
+        ran, self._ran = self._ran, set()
+        if device == "cpu":
+            return 0
+        capability = torch.cuda.get_device_capability()
+        return sum(map(in_blocks, kept_bytes(capability, ran)))
 
     @property
     def wants_any(self) -> bool:
@@ -64,14 +111,15 @@ class KernelBytes:
         wanted, self._wanted = self._wanted, {}
         if not wanted:
             return False
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        with torch.no_grad(), randomness_restored():
             for op, args, kwargs in wanted.values():
                 _run(op, args, kwargs)  # what the first run allocates stays
             with collection_off(), log_allocations(_MARK) as log:
-                for number, (op, args, kwargs) in enumerate(wanted.values()):
-                    _run(op, args, kwargs, f"{_MARK}{number}")
+                for number, (key, (op, args, kwargs)) in enumerate(wanted.items()):
+                    _KNOWN[key] = _run(op, args, kwargs, f"{_MARK}{number}")
         for number, key in enumerate(wanted):
-            _KNOWN[key] = _peak_within(log, f"{_MARK}{number}")
+            if _KNOWN[key].made is None:
+                _KNOWN[key] = Taken(_peak_within(log, f"{_MARK}{number}"))
         return True
 
 
@@ -85,36 +133,55 @@ def _check_runs_alone(op: Callable[..., Any]) -> None:
         )
 
 
-def _op_and_shapes(op: Callable[..., Any], args: Any, kwargs: Any) -> str:
-    name = getattr(op, "overloadpacket", op).__name__
-    leaves = pytree.tree_leaves((args, kwargs))
-    tensors = (leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
-    return f"{name} {[tuple(one.shape) for one in tensors]}"
+def _name_of(op: Callable[..., Any]) -> str:
+    name: str = getattr(op, "overloadpacket", op).__name__
+    return _CALLED.get(name, name)
+
+
+def _place_of(values: Iterable[object]) -> torch.device:
+    """The card that has any of these tensors, else the CPU."""
+    found = (one.device for one in values if isinstance(one, torch.Tensor))
+    return next((one for one in found if one.type == "cuda"), CPU)
 
 
 class _Tensor(tuple[Any, ...]):
-    """Shape, stride and type of a tensor that is made when a kernel is measured."""
+    """Shape, stride, type and device of a tensor made when a kernel is measured."""
 
 
 def _describe(value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
-    return _Tensor((tuple(value.shape), value.stride(), value.dtype))
+    return _Tensor((tuple(value.shape), value.stride(), value.dtype, value.device))
 
 
 def _made(value: Any) -> Any:
     if not isinstance(value, _Tensor):
         return value
-    shape, stride, dtype = value
-    return torch.empty_strided(shape, stride, dtype=dtype).zero_()
+    shape, stride, dtype, device = value
+    return torch.empty_strided(shape, stride, dtype=dtype, device=device).zero_()
 
 
-def _run(op: Callable[..., Any], args: Any, kwargs: Any, mark: str = "") -> None:
+def _run(op: Callable[..., Any], args: Any, kwargs: Any, mark: str = "") -> Taken:
+    """Run an op on zeros; returns what it takes of a card, in blocks."""
     real_args, real_kwargs = pytree.tree_map(
         _made, (args, kwargs), is_leaf=lambda value: isinstance(value, _Tensor)
     )
-    with torch.profiler.record_function(mark):
-        op(*real_args, **real_kwargs)  # frees its result within the mark
+    device = _place_of(pytree.tree_leaves((real_args, real_kwargs)))
+    with torch.profiler.record_function(mark), requested_within(device) as requested:
+        # its result is freed within the mark
+        made = _bytes_on(device, op(*real_args, **real_kwargs))
+    return Taken(in_blocks(requested.peak_bytes), made)
+
+
+def _bytes_on(device: torch.device, made: object) -> tuple[int, ...] | None:
+    """Blocks of each tensor that was made on a card; None on a CPU."""
+    if device == CPU:
+        return None
+    tensors = (one for one in pytree.tree_leaves(made) if isinstance(one, torch.Tensor))
+    return tuple(
+        in_blocks(one.untyped_storage().nbytes()) if one.device == device else 0
+        for one in tensors
+    )
 
 
 def _peak_within(log: AllocatorLog, mark: str) -> int:

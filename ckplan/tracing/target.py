@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from ckplan.errors import CkplanError
-from ckplan.gpus import DEFAULT, Gpu, find
+from ckplan.gpus import DEFAULT, Gpu, find, load
 from ckplan.tracing.cuda.translation import Capability
 from ckplan.training.failures import first_line
 
@@ -103,6 +103,36 @@ def find_target(device: str, gpu: str | None, host: float = 1.0) -> TraceTarget:
         device
     )
     return TraceTarget(torch.device(device), card, is_like, host)
+
+
+def local_card() -> Gpu:
+    """The card in use, for its roofline.
+
+    Of one that no table has, figures are those of the card there that is most like it:
+    of its compute capability, if any, and with about as many multiprocessors.
+    """
+    here = torch.cuda.get_device_properties(torch.cuda.current_device())
+    try:
+        return find(here.name)
+    except CkplanError:
+        pass
+    capability, count = (here.major, here.minor), here.multi_processor_count
+
+    def unlike(card: Gpu) -> tuple[bool, bool, int, int]:
+        return (
+            card.platform != "cuda",
+            card.capability != capability,
+            abs(card.multiprocessors - count),
+            abs(card.capacity_bytes - here.total_memory),
+        )
+
+    return replace(
+        min(load().values(), key=unlike),
+        name=here.name,
+        capability=capability,
+        multiprocessors=count,
+        capacity_bytes=here.total_memory,
+    )
 
 
 def runs_nothing(gpu: str | None) -> bool:

@@ -71,6 +71,32 @@ def gpu_allocator_stats(device: torch.device) -> GpuAllocatorStats:
     )
 
 
+@dataclass(slots=True)
+class Requested:
+    """Bytes requested from a GPU's allocator; blocks can be larger."""
+
+    peak_bytes: int = 0
+    held_bytes: int = 0
+
+
+@contextmanager
+def requested_within(device: torch.device) -> Iterator[Requested]:
+    """Count what is requested of a GPU's allocator, whose peaks it resets.
+
+    On a CPU, nothing is counted: the profiler tells.
+    """
+    found = Requested()
+    if device.type != "cuda":
+        yield found
+        return
+    torch.cuda.reset_peak_memory_stats(device)
+    before = gpu_allocator_stats(device).requested_bytes
+    yield found
+    after = gpu_allocator_stats(device)
+    found.peak_bytes = after.requested_peak_bytes - before
+    found.held_bytes = after.requested_bytes - before
+
+
 @contextmanager
 def log_allocations(
     marks: str = "", device: torch.device = CPU

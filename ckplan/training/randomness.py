@@ -54,6 +54,16 @@ def torch_rng_restorer() -> Callable[[], None]:
     return put_back
 
 
+@contextmanager
+def randomness_restored() -> Iterator[None]:
+    """Restore torch's random states afterwards, whatever fails."""
+    put_back = torch_rng_restorer()
+    try:
+        yield
+    finally:
+        put_back()
+
+
 def state_of_generator(generator: torch.Generator) -> torch.Tensor:
     """The state of a generator that is not a device's default one."""
     return generator.get_state()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import nn
@@ -12,7 +13,7 @@ from torch import nn
 from ckplan.compiling.search import Progress
 from ckplan.compiling.step import loss_of_model
 from ckplan.errors import CkplanError, WorkloadError
-from ckplan.training.allocator import log_allocations
+from ckplan.training.allocator import CPU, gpu_allocator_stats, log_allocations
 from ckplan.training.failures import describe_failure, location_hint
 from ckplan.training.workload import Workload
 from ckplan.verifying.compiled_differences import Values, differences
@@ -96,23 +97,54 @@ def results_of(
 ) -> Results:
     """Results of a first step, and the peak of a second one, from the same state."""
     values = values_of(workload, call, seed)
-    with _same_buffers(workload.model), log_allocations() as log:
-        _step(workload, call, seed)
-    return Results(values, log.peak_bytes)
+    with _same_buffers(workload.model):
+        peak_bytes = _peak_bytes(workload, lambda: _step(workload, call, seed))
+    return Results(values, peak_bytes)
+
+
+def place_of(workload: Workload) -> torch.device:
+    """The device of a workload's parameters and buffers."""
+    model = workload.model
+    found = (one.device for one in (*model.parameters(), *model.buffers()))
+    return next((one for one in found if one != CPU), CPU)
+
+
+def _peak_bytes(workload: Workload, take: Callable[[], object]) -> int:
+    """Most bytes that a step takes; on a card, of blocks, beyond those before it."""
+    device = place_of(workload)
+    if device == CPU:
+        with log_allocations() as log:
+            take()
+        return log.peak_bytes
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    take()
+    return gpu_allocator_stats(device).allocated_peak_bytes - int(before)
+
+
+def _random_state(device: torch.device) -> torch.Tensor:
+    """The state of the CPU's generator, and of the card's behind it."""
+    here = torch.get_rng_state()
+    if device == CPU:
+        return here
+    return torch.cat([here, torch.cuda.get_rng_state(device)])
 
 
 def values_of(
     workload: Workload, call: Callable[[], torch.Tensor], seed: int
 ) -> dict[str, torch.Tensor]:
-    """What one step computes. Buffers are left as they were, for the next to begin."""
-    model = workload.model
+    """What one step computes, on the CPU.
+
+    Buffers are left as they were, for the next to begin.
+    """
+    model, kept = workload.model, partial(torch.Tensor.to, device=CPU, copy=True)
     with _same_buffers(model):
-        values = {"loss": _step(workload, call, seed).clone()}
-        values["random state"] = torch.get_rng_state()
+        values = {"loss": kept(_step(workload, call, seed))}
+        values["random state"] = _random_state(place_of(workload))
         for name, parameter in model.named_parameters():
             if parameter.grad is not None:
-                values[f"gradient {name}"] = parameter.grad.clone()
-        values |= {f"buffer {n}": one.clone() for n, one in model.named_buffers()}
+                values[f"gradient {name}"] = kept(parameter.grad)
+        values |= {f"buffer {n}": kept(one) for n, one in model.named_buffers()}
     model.zero_grad(set_to_none=True)
     return values
 
@@ -168,5 +200,6 @@ def eager_results(workload: Workload, seed: int) -> Results | None:
             needed="a model that takes a step of training on its batch",
             hint=location_hint(error),
         ) from error
-    untouched = torch.Generator().manual_seed(seed).get_state()
+    torch.manual_seed(seed)
+    untouched = _random_state(place_of(workload))
     return found if torch.equal(found.values["random state"], untouched) else None

@@ -26,7 +26,7 @@ from ckplan.compiling.step import (
 from ckplan.errors import GraphBreakError
 from ckplan.plan.plan import COMPILED, EAGER, Plan
 from ckplan.training.loading import WorkloadSpec, as_spec
-from ckplan.training.workload import Workload
+from ckplan.training.workload import Workload, on_device
 from ckplan.verifying.compiled_differences import (
     ROUNDING,
     differences,
@@ -42,10 +42,12 @@ from ckplan.verifying.compiled_runs import (
     Results,
     eager_results,
     names_apart,
+    place_of,
     repeated,
     results_of,
     values_of,
 )
+from ckplan.verifying.verify import step_device
 
 _MOST_NAMES = 20
 _FAR = 0.1  # relative difference that no rounding makes
@@ -110,20 +112,22 @@ def verify_compiled(
     *,
     eager: Plan | None = None,
     amp: str | None = None,
+    device: str | None = None,
     steps: int = 5,
     seed: int = 0,
     progress: Progress | None = None,
 ) -> tuple[CompiledVerification, Plan]:
     """Take the same compiled steps without a plan and with it, and compare.
 
-    A step is forward, loss and backward on the CPU, compiled as one graph, or else as
-    several, which share a budget.
+    A step is forward, loss and backward, compiled as one graph, or else as several,
+    which share a budget.
 
     Args:
         spec: Where the workload comes from.
         plan_or_budget: A plan for compiled code, or a budget; see ``ckplan.compile``.
         eager: With a budget, a plan for what runs uncompiled.
         amp: ``bf16`` or ``fp16``: forward and loss run under autocast to this type.
+        device: ``cpu`` or ``cuda``; by default that of the plan, else the CPU.
         steps: Number of timed steps of each, interleaved; 0 disables timing. With
             regions for eager code, nothing is timed: their hooks are on the model.
         seed: Seed of all random numbers.
@@ -136,9 +140,11 @@ def verify_compiled(
         CkplanError: The plan or the budget cannot be used, or nothing that trains
             compiles.
     """
-    torch.manual_seed(seed)
-    workload = under_autocast(as_spec(spec).build(), amp)
     wanted = read_wanted(plan_or_budget)
+    place = step_device(device, wanted if isinstance(wanted, Plan) else None)
+    torch.manual_seed(seed)
+    workload = on_device(as_spec(spec).build(), torch.device(place))
+    workload = under_autocast(workload, amp, place.partition(":")[0])
     if has_eager_code(wanted):
         wanted, eager = wanted.for_code(COMPILED), wanted.for_code(EAGER)
     planned_backend = backend(wanted, progress=progress)
@@ -231,12 +237,16 @@ def _seconds(
 ) -> dict[bool, list[float]]:
     """Seconds of steps with and without the plan, by turns."""
     found: dict[bool, list[float]] = {False: [], True: []}
+    on_card = place_of(workload).type == "cuda"
+    finish = torch.cuda.synchronize if on_card else lambda: None
     for number in range(steps):
         for planned in (False, True) if number % 2 else (True, False):
             workload.model.zero_grad(set_to_none=True)
             torch.manual_seed(seed)
+            finish()
             begin = time.perf_counter()
             compiled[planned]().backward()
+            finish()
             found[planned].append(time.perf_counter() - begin)
     return found
 

@@ -6,28 +6,35 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 from threading import Thread
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from commands import Run
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import ckplan
-from ckplan.compiling import planned_backend, refusals
-from ckplan.compiling.elsewhere import saved_on_card
+from ckplan import units
+from ckplan.compiling import search
 from ckplan.compiling.graph import as_graph
 from ckplan.compiling.lowering import DynamoGraph
 from ckplan.compiling.partition import JointGraph
+from ckplan.compiling.proposing import Proposer
+from ckplan.compiling.refusals import check_inputs
+from ckplan.compiling.replay import Ledger
 from ckplan.compiling.step import parts_of, profile_compiled
 from ckplan.errors import ApplyError, CkplanError, PlanError, WorkloadError
-from ckplan.gpus import find
+from ckplan.gpus import Gpu, find
 from ckplan.graph.graph import Graph
 from ckplan.graph.records import BEFORE_STEP
 from ckplan.plan.file import load as load_plan
+from ckplan.plan.resolve import resolve
 from ckplan.simulating.simulate import simulate
 from ckplan.tracing.cuda import compiled_as_cuda
 from ckplan.tracing.cuda.memory import in_allocator_blocks
+from ckplan.tracing.target import local_card
 from ckplan.training.loading import WorkloadSpec
 from ckplan.training.workload import Workload
 from ckplan.units import in_blocks
@@ -194,8 +201,9 @@ def test_a_plan_has_the_peak_of_the_division_that_it_gives(
     graph = profile_compiled(spec, gpu=CARD)
     plan = ckplan.solve(graph, goal="min-memory")
     assert plan.regions and not any(one.inner for one in plan.regions)
-    with pytest.warns(UserWarning, match="simulated, not replayed"):
-        saved = saved_on_card(plan, seen[-1])
+    step = as_graph(seen[-1], "Attends", gpu=find(CARD))
+    proposer = Proposer(seen[-1], step, find(CARD))
+    saved = proposer.candidate(resolve(plan, step.graph)).saved
     divided = seen[-1].divided(saved or ())
     # draws are saved whatever the plan names
     attention = next(
@@ -288,34 +296,88 @@ def test_bytes_of_the_cpu_have_no_seconds_of_a_card(run: Run, model: str) -> Non
     assert "bytes of the CPU and seconds of RTX 4090" in ended.err
 
 
-def test_a_plan_for_a_card_is_followed_and_a_budget_is_refused(
+def test_a_plan_for_a_card_is_followed_and_a_budget_gets_one(
     on_card: Graph, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     workload = WorkloadSpec(model).build()
     wanted = gradients_of(torch.compile(workload.model, fullgraph=True), workload)
     plan = ckplan.solve(on_card, budget="90%")
     assert plan.regions
-    # A stand-in for a card: the graph of this model is the same there.
-    for module in (planned_backend, refusals):
-        monkeypatch.setattr(module, "device_of", lambda inputs: "cuda")
+    # A stand-in for a card: the graph of this model is the same there. A card itself is
+    # in test_on_gpu.py, and its allocator in test_compiled_on_dummy_gpu.py.
+    monkeypatch.setattr(search, "device_of", lambda inputs: "cuda")
+    monkeypatch.setattr(search, "local_card", lambda: find(CARD))
     torch._dynamo.reset()
     planned = ckplan.backend(plan)
     compiled = torch.compile(workload.model, fullgraph=True, backend=planned)
-    with pytest.warns(UserWarning, match="simulated, not replayed"):
-        found = gradients_of(compiled, workload)
+    found = gradients_of(compiled, workload)
     assert planned.plans == [plan]
-    assert planned.peak_bytes == 0
+    assert 0 < planned.peak_bytes < (plan.budget_bytes or 0)
     assert all(map(torch.equal, found, wanted))
     torch._dynamo.reset()
-    with pytest.raises(ApplyError, match="for cuda within a budget"):
-        ckplan.compile(workload.model, "80%")(workload.batch)
-    torch._dynamo.reset()
-    with pytest.raises(ApplyError, match="in CUDA graphs"):
-        graphs = ckplan.compile(workload.model, plan, mode="reduce-overhead")
-        graphs(workload.batch)
+    planned = ckplan.backend("80%")
+    compiled = torch.compile(workload.model, fullgraph=True, backend=planned)
+    assert all(map(torch.equal, gradients_of(compiled, workload), wanted))
+    (made,) = planned.plans
+    assert made.fingerprint["compiled"] == plan.fingerprint["compiled"]
+    assert made.fingerprint["device"] == "cuda"
+    assert made.regions
     torch._dynamo.reset()
     with pytest.raises(PlanError, match="it is for the compiled graph"):
         ckplan.compile(nn.Linear(3, 3), plan)(torch.randn(2, 3))
+
+
+def test_code_for_other_devices_or_in_cuda_graphs_is_refused() -> None:
+    with FakeTensorMode():
+        on_cuda, on_meta = (torch.empty(2, device=one) for one in ("cuda", "meta"))
+    check_inputs([on_cuda, torch.zeros(2)], None, {})
+    for mode, options in (
+        ("reduce-overhead", {}),
+        (None, {"triton.cudagraphs": True}),
+    ):
+        with pytest.raises(ApplyError, match="cannot plan CUDA graphs"):
+            check_inputs([on_cuda], mode, options)
+    with pytest.raises(ApplyError, match="compiled code for meta"):
+        check_inputs([on_meta], None, {})
+    with pytest.raises(ApplyError, match="compiled code for cuda:0, meta"):
+        check_inputs([on_cuda, on_meta], None, {})
+
+
+def test_bytes_on_a_card_are_blocks_and_what_is_beside_it_takes_none() -> None:
+    ledger = Ledger("cuda")
+    with FakeTensorMode():
+        held = torch.empty(3, device="cuda")
+        assert ledger.ignore(held) == 512
+        made = [torch.empty(200, device=one) for one in ("cuda", "cpu")]
+        for one in made:
+            ledger.count(one)
+        assert ledger.live_bytes == 1024
+        ledger.count(seed := torch.empty((), device="cuda"), 0)
+        assert ledger.live_bytes == 1024
+        del made, one, seed
+    assert (ledger.live_bytes, ledger.peak_bytes) == (0, 1024)
+
+
+def test_a_card_that_no_table_has_is_like_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def here(name: str, capability: tuple[int, int], count: int, size: str) -> Gpu:
+        properties = SimpleNamespace(
+            name=name,
+            major=capability[0],
+            minor=capability[1],
+            multi_processor_count=count,
+            total_memory=units.parse_bytes(size),
+        )
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+        return local_card()
+
+    assert here("NVIDIA GeForce RTX 4090", (8, 9), 128, "24GiB") == find("RTX 4090")
+    found = here("NVIDIA A100-SXM4-80GB", (8, 0), 108, "79GiB")
+    assert found.flop_rates == find("A100 80GB").flop_rates
+    assert found.capacity_bytes == units.parse_bytes("79GiB")
+    assert here("Some Card", (7, 5), 40, "15GiB").bandwidth == find("T4").bandwidth
 
 
 def test_a_plan_for_a_card_is_not_for_the_cpu(on_card: Graph, model: str) -> None:

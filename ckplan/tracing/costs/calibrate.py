@@ -14,8 +14,7 @@ copies of the inputs, of ``COLD_BYTES`` together, are used in turn.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -33,7 +32,12 @@ from ckplan.tracing.costs.op_arguments import (
 )
 from ckplan.tracing.costs.timing import Job, launch_seconds, seconds_of, time_runs
 from ckplan.tracing.recording.recording import RawOp, TensorMeta
-from ckplan.training.allocator import AllocatorLog, gpu_allocator_stats, log_allocations
+from ckplan.training.allocator import (
+    AllocatorLog,
+    Requested,
+    log_allocations,
+    requested_within,
+)
 from ckplan.training.collector import collection_off
 from ckplan.training.failures import first_line, is_out_of_memory
 
@@ -149,7 +153,7 @@ def _measure(
 ) -> dict[str, Cost]:
     seconds: dict[str, float] = {}
     marks: dict[str, str] = {}
-    requested: dict[str, _Requested] = {}
+    requested: dict[str, Requested] = {}
     devices = [device] if device.type == "cuda" else []
     with (
         torch.random.fork_rng(devices),
@@ -164,7 +168,7 @@ def _measure(
                 run = job.prepare()
                 if device.type == "cuda":
                     run()  # cuBLAS allocates its workspace; kernels are loaded
-                with record_function(mark), _requested(device) as requested[key]:
+                with record_function(mark), requested_within(device) as requested[key]:
                     first, out = seconds_of(run, device)
                 del out
                 taken = first if first > _LONG_SECONDS else time_runs(job, run, device)
@@ -174,7 +178,7 @@ def _measure(
                 continue  # the op does not run on made-up content
             marks[key] = mark
             seconds[key] = taken
-    within: Mapping[str, AllocatorLog | _Requested] = (
+    within: Mapping[str, AllocatorLog | Requested] = (
         requested if device.type == "cuda" else _within(log, marks)
     )
     return {
@@ -186,28 +190,6 @@ def _measure(
         )
         for key in seconds
     }
-
-
-@dataclass(slots=True)
-class _Requested:
-    """Bytes that an op requests from a GPU's allocator; blocks can be larger."""
-
-    peak_bytes: int = 0
-    held_bytes: int = 0
-
-
-@contextmanager
-def _requested(device: torch.device) -> Iterator[_Requested]:
-    found = _Requested()
-    if device.type != "cuda":
-        yield found
-        return
-    torch.cuda.reset_peak_memory_stats(device)
-    before = gpu_allocator_stats(device).requested_bytes
-    yield found
-    after = gpu_allocator_stats(device)
-    found.peak_bytes = after.requested_peak_bytes - before
-    found.held_bytes = after.requested_bytes - before
 
 
 def _too_large(key: str, error: BaseException) -> WorkloadError:

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from importlib import util
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -203,3 +204,63 @@ def test_the_command_moves_to_a_file_behind_the_host(
     assert "8.00 MiB of host memory, pinned, and " in done.stdout, done.stderr
     assert "in a file" in done.stdout
     assert [path.name for path in tmp_path.iterdir()] == ["plan.yaml"]
+
+
+MODEL = """
+import torch
+from torch import nn
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.qkv = nn.LayerNorm(64), nn.Linear(64, 192)
+        self.up, self.down = nn.Linear(64, 256), nn.Linear(256, 64)
+
+    def forward(self, x):
+        b, n, w = x.shape
+        q, k, v = self.qkv(self.norm(x)).view(b, n, 3, 4, 16).permute(2, 0, 3, 1, 4)
+        y = nn.functional.scaled_dot_product_attention(q, k, v, dropout_p=0.1)
+        x = x + y.transpose(1, 2).reshape(b, n, w)
+        y = self.down(nn.functional.gelu(self.up(x)))
+        return x + nn.functional.dropout(y, 0.1)
+
+class Model(nn.Sequential):
+    def forward(self, x):
+        return super().forward(x).square().mean()
+
+def build():
+    return Model(Block(), Block()), torch.randn(256, 64, 64)
+"""
+
+
+@pytest.mark.parametrize("amp", [(), ("--amp", "bf16")])
+def test_compiled_steps_take_what_is_replayed(
+    library: Path, amp: tuple[str, ...], tmp_path: Path
+) -> None:
+    there = dummy.environment(library, gpus.find("RTX 4090"))
+    (tmp_path / "model.py").write_text(MODEL)
+
+    def verified(*words: str) -> dict[str, Any]:
+        command = ("ckplan", "verify", *words, "--compile", "--steps", "0", "--json")
+        done = subprocess.run(
+            [sys.executable, "-m", *command],
+            cwd=tmp_path,
+            env={**there, "PYTHONPATH": str(ROOT), "CKPLAN_CACHE": str(tmp_path)},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.stdout, done.stderr[-2000:]  # values are none, so bits may differ
+        found: dict[str, Any] = json.loads(done.stdout)
+        return found
+
+    budget = ("--budget", "75%", "--device", "cuda", *amp)
+    found = verified("model.py", *budget, "--save", "plan.yaml")
+    for prefix in ("", "unplanned_"):
+        replayed = found[f"{prefix}replayed_peak_bytes"]
+        assert replayed == found[f"{prefix}measured_peak_bytes"]
+    assert found["fits"]
+    assert found["measured_peak_bytes"] < found["unplanned_measured_peak_bytes"]
+    again = verified("model.py", "plan.yaml", *amp)  # on the device of the plan
+    assert again["replayed_peak_bytes"] == found["replayed_peak_bytes"]
+    assert again["measured_peak_bytes"] == found["measured_peak_bytes"]

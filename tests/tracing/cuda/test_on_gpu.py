@@ -28,6 +28,7 @@ from ckplan.training.allocator import GpuAllocatorStats, gpu_allocator_stats
 from ckplan.training.loading import WorkloadSpec
 from ckplan.training.step import Training, make_step
 from ckplan.training.workload import Workload, on_device
+from ckplan.verifying.compiled_steps import verify_compiled
 
 pytestmark = [
     pytest.mark.gpu,
@@ -37,6 +38,26 @@ pytestmark = [
 ]
 
 CUDA = torch.device("cuda", 0)
+STACKED = """
+import torch
+from torch import nn
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up = nn.LayerNorm(256), nn.Linear(256, 1024)
+        self.down, self.drop = nn.Linear(1024, 256), nn.Dropout(0.1)
+
+    def forward(self, x):
+        return x + self.drop(self.down(nn.functional.gelu(self.up(self.norm(x)))))
+
+class Model(nn.Sequential):
+    def forward(self, x):
+        return super().forward(x).square().mean()
+
+def build():
+    return Model(*(Block() for _ in range(4))), torch.randn(8192, 256)
+"""
 ROOT = Path(__file__).parents[3]
 
 
@@ -215,3 +236,22 @@ def test_a_budget_is_proven_on_a_larger_card() -> None:
     assert found.gradients_equal is not False
     assert found.measured_peak_bytes <= cap_bytes
     assert found.fits
+
+
+@pytest.mark.parametrize("amp", [None, "bf16"])
+def test_a_compiled_plan_keeps_its_word_and_its_bits(
+    amp: str | None, tmp_path: Path
+) -> None:
+    (tmp_path / "stacked.py").write_text(STACKED)
+    found, plan = verify_compiled(
+        tmp_path / "stacked.py", "70%", amp=amp, device="cuda", steps=0
+    )
+    print(f"replayed {found.replayed_peak_bytes}, measured {found.measured_peak_bytes}")
+    assert found.fits
+    assert found.passed
+    assert found.gradients_equal
+    near = partial(pytest.approx, rel=0.001)
+    assert found.measured_peak_bytes == near(found.replayed_peak_bytes)
+    unplanned = found.unplanned_replayed_peak_bytes
+    assert found.unplanned_measured_peak_bytes == near(unplanned)
+    assert plan.fingerprint["device"] == "cuda"
