@@ -19,9 +19,15 @@ from torch import fx, nn
 
 from ckplan.compiling.eager_code import eager_regions
 from ckplan.compiling.joining import Run
+from ckplan.compiling.ledger import bytes_on
 from ckplan.compiling.lowering import DynamoGraph
 from ckplan.compiling.parts import Parts
-from ckplan.compiling.refusals import check_inputs, place_of, refuse_dynamic
+from ckplan.compiling.refusals import (
+    check_inputs,
+    device_of,
+    place_of,
+    refuse_dynamic,
+)
 from ckplan.compiling.replay import replay
 from ckplan.compiling.search import CompiledPlanner, Progress
 from ckplan.compiling.torch_errors import (
@@ -89,15 +95,18 @@ def find_parts(
             needed="a forward of which torch.compile compiles a part that trains",
             hint=f"{ALLOWS_RECURRENT}; {shows}" if recurrent else shows,
         )
-    trained = _bytes_of([p for p in model.parameters() if p.requires_grad])
+    device = seeker.device
+    trained = _bytes_of([p for p in model.parameters() if p.requires_grad], device)
+    held_bytes = _bytes_of([*state, *tensors_of((args, kwargs))], device)
+    libraries = (one.unplanned.library_bytes for one in seeker.planners.values())
     _name_untrained(seeker, model)
     return Parts(
         planners=seeker.planners,
         gradient_bytes=seeker.gradient_bytes,
         runs=tuple(seeker.runs),
         eager_bytes=tuple(seeker.eager_bytes),
-        eager_gradient_bytes=max(trained - _bytes_of(seeker.trained), 0),
-        held_bytes=_bytes_of([*state, *tensors_of((args, kwargs))]),
+        eager_gradient_bytes=max(trained - _bytes_of(seeker.trained, device), 0),
+        held_bytes=held_bytes + max(libraries),
         uncompiled=seeker.uncompiled,
         code_bytes=dict(seeker.code_bytes),
         model=type(model).__name__,
@@ -134,6 +143,7 @@ class _Seeker:
         self.code_bytes = Counter[str]()  # saved, by module that is not compiled
         self.runs: list[Run] = []
         self.eager_bytes = [0]
+        self.device = device_of([*model.parameters(), *model.buffers()])
         self._paths = {id(one): name or "." for name, one in model.named_modules()}
         self._progress = progress
         self._seen: set[int] | None = None  # storages that exist, or are counted
@@ -182,7 +192,7 @@ class _Seeker:
         """Count a tensor that code between the graphs saves, or makes for them."""
         assert self._seen is not None
         if storage_key(tensor) not in self._seen:
-            num_bytes = tensor.untyped_storage().nbytes()
+            num_bytes = bytes_on(self.device, tensor)
             self.eager_bytes[-1] += num_bytes
             self.code_bytes[_running(self._paths)] += num_bytes
             self._know([tensor])
@@ -215,7 +225,7 @@ class _Seeker:
         )
         parameters = [one for one in inputs if isinstance(one, nn.Parameter)]
         trained = [one for one in parameters if one.requires_grad]
-        self.gradient_bytes[key] = _bytes_of(trained)
+        self.gradient_bytes[key] = _bytes_of(trained, self.device)
         self.trained += trained
 
 
@@ -260,8 +270,8 @@ def _key_or_zero(value: object) -> int:
     return storage_key(value) if isinstance(value, torch.Tensor) else 0
 
 
-def _bytes_of(tensors: Sequence[torch.Tensor]) -> int:
-    storages = {storage_key(one): one.untyped_storage().nbytes() for one in tensors}
+def _bytes_of(tensors: Sequence[torch.Tensor], device: str) -> int:
+    storages = {storage_key(one): bytes_on(device, one) for one in tensors}
     return sum(storages.values())
 
 

@@ -17,8 +17,10 @@ from torch import fx, nn
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
+from ckplan.compiling.ledger import Ledger, Meter, bytes_on, is_tensor
 from ckplan.compiling.lowering import lower_alone
-from ckplan.compiling.replay import Ledger, Meter, replay_alone
+from ckplan.compiling.refusals import device_of
+from ckplan.compiling.replay import replay_alone
 from ckplan.compiling.torch_names import COMPILED, FakeTensorMode
 from ckplan.compiling.workspaces import KernelBytes
 from ckplan.errors import ApplyError
@@ -50,8 +52,8 @@ def optimizer_bytes(optimizer: torch.optim.Optimizer) -> OptimizerBytes:
     """Bytes of an optimizer's state and step; nothing runs, nothing is changed.
 
     Args:
-        optimizer: Of tensors on the CPU. It has state, or none yet. Where its ``step``
-            is what ``torch.compile`` returned, the generated code is replayed.
+        optimizer: It has state, or none yet. Where its ``step`` is what
+            ``torch.compile`` returned, the generated code is replayed.
 
     Raises:
         ApplyError: Its step does not run on fake tensors.
@@ -73,7 +75,8 @@ def optimizer_bytes(optimizer: torch.optim.Optimizer) -> OptimizerBytes:
 
 
 def _replayed(optimizer: torch.optim.Optimizer, kernels: KernelBytes) -> OptimizerBytes:
-    ledger = Ledger()
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    ledger = Ledger(device_of(held))
     is_compiled = hasattr(optimizer.step, COMPILED)
     with FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True):
         twin = _twin(optimizer)
@@ -87,9 +90,7 @@ def _replayed(optimizer: torch.optim.Optimizer, kernels: KernelBytes) -> Optimiz
             twin.step()  # makes the state
             state = pytree.tree_leaves([*twin.state.values()])
             state_bytes = sum(
-                one.untyped_storage().nbytes()
-                for one in state
-                if isinstance(one, torch.Tensor)
+                bytes_on(ledger.device, one) for one in filter(is_tensor, state)
             )
         step_bytes = _compiled_bytes(twin) if is_compiled else None
         if step_bytes is None:
@@ -132,5 +133,5 @@ def _twin(optimizer: torch.optim.Optimizer) -> Any:
 
 
 def _fake(parameter: torch.Tensor) -> nn.Parameter:
-    size, stride = parameter.shape, parameter.stride()
-    return nn.Parameter(torch.empty_strided(size, stride, dtype=parameter.dtype))
+    how: Any = {"dtype": parameter.dtype, "device": parameter.device}
+    return nn.Parameter(torch.empty_strided(parameter.shape, parameter.stride(), **how))

@@ -86,6 +86,7 @@ class Backend:
         self.outside = outside
         self._progress = progress
         self.chosen: list[Chosen] = []  # one per shape compiled for training
+        self._planners: dict[object, CompiledPlanner] = {}  # by joint graph
         self.parts: Parts | None = None  # of a step that may break
         self.shares: Mapping[str, Chosen] = {}  # by key of a graph of those
         self._budget_bytes: int | None = None  # of those
@@ -214,8 +215,14 @@ class Backend:
         if joint is None or lowered is None:
             return None  # no output depends on what requires a gradient
         unplanned = replay(lowered, joint.num_outputs)
-        given = traced, joint, unplanned, self.model, self._progress
-        return CompiledPlanner(*given, quick=True)
+        # what a model sets in its first step often has it compiled anew, unchanged
+        key = joint.digest, str(joint.module.graph), unplanned
+        if key in self._planners:
+            self._planners[key].traced = traced
+        else:
+            given = traced, joint, unplanned, self.model, self._progress
+            self._planners[key] = CompiledPlanner(*given, quick=True)
+        return self._planners[key]
 
     def _choose(self, planner: CompiledPlanner, beyond: int = 0) -> Chosen:
         """The plan; the code that runs takes so many bytes beyond what it says."""

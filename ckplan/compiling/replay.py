@@ -2,18 +2,14 @@
 
 The wrapper that Inductor generates for forward or backward is Python: it allocates
 buffers, calls kernels on them, reuses and frees them. Here it runs on fake tensors,
-which have sizes and no bytes; kernels do nothing. Every storage counts from its
-allocation until nothing holds it. Kernels that are not generated (matrix products,
-convolutions, sorts) may allocate scratch memory. It is measured once per distinct call,
-by running that kernel alone.
-
-On a card, bytes are those of the allocator's blocks, and what cuBLAS keeps counts as
-held; what is on the CPU beside it does not count.
+which have sizes and no bytes; kernels do nothing, and ``ledger.py`` counts. Kernels
+that are not generated (matrix products, convolutions, sorts) may allocate scratch
+memory. It is measured once per distinct call, by running that kernel alone. On a card,
+what cuBLAS keeps counts as held.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -21,9 +17,8 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from ckplan.compiling.ledger import Ledger, Meter
 from ckplan.compiling.lowering import Code, Lowered
 from ckplan.compiling.refusals import device_of
 from ckplan.compiling.torch_names import (
@@ -33,25 +28,22 @@ from ckplan.compiling.torch_names import (
     EXTERN_KERNELS,
     MAKES,
     FakeTensorMode,
-    storage_key,
 )
-from ckplan.compiling.workspaces import KernelBytes, Taken
+from ckplan.compiling.workspaces import KernelBytes
 from ckplan.errors import ApplyError
-from ckplan.units import in_blocks
-
-_NO_KERNEL = {"empty_strided", "as_strided", "detach", "device"}
 
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
     """Bytes of one forward and backward."""
 
-    # By inputs: parameters, buffers and the batch; on a card, by cuBLAS, too.
+    # By inputs: parameters, buffers and the batch; on a card, by its libraries, too.
     held_bytes: int
     forward_peak_bytes: int  # above those
     saved_bytes: int  # alive between forward and backward, outputs included
     backward_peak_bytes: int
     gradient_bytes: int  # alive at the end
+    library_bytes: int = 0  # of those held, what cuBLAS keeps
     # Most bytes of kernels that are not generated, by op and shapes.
     kernel_bytes: Mapping[str, int] = field(default_factory=dict, compare=False)
 
@@ -150,7 +142,7 @@ def _replay(lowered: Lowered, num_outputs: int, kernels: KernelBytes) -> Replaye
             outputs, saved = made[:num_outputs], _sizes_first(made[num_outputs:])
             del made
             forward_peak_bytes, saved_bytes = ledger.peak_bytes, ledger.live_bytes
-            held_bytes += kernels.kept_bytes(ledger.device)
+            library_bytes = kernels.kept_bytes(ledger.device)
             ledger.peak_bytes = 0
             gradients_in = lowered.backward.inputs[len(saved) :]
             tangents = [_fake(value) for value in gradients_in]
@@ -160,14 +152,15 @@ def _replay(lowered: Lowered, num_outputs: int, kernels: KernelBytes) -> Replaye
             gradients = _call(lowered.backward, ledger, kernels, saved)
             _accumulate(gradients, lowered.forward.inputs)
             backward_peak_bytes, gradient_bytes = ledger.peak_bytes, ledger.live_bytes
-            held_bytes += kernels.kept_bytes(ledger.device)
+            library_bytes += kernels.kept_bytes(ledger.device)
             del outputs, roots, gradients
     return Replayed(
-        held_bytes,
+        held_bytes + library_bytes,
         forward_peak_bytes,
         saved_bytes,
         backward_peak_bytes,
         gradient_bytes,
+        library_bytes,
         kernels.seen,
     )
 
@@ -193,104 +186,12 @@ def _laid_out_alike(gradient: torch.Tensor, parameter: torch.Tensor) -> bool:
     return all(one == other for size, one, other in strides if size != 1)
 
 
-class Ledger:
-    """Live bytes and their peak, from births and deaths of storages.
-
-    On a card, these are bytes of blocks, and tensors on the CPU take none.
-    """
-
-    def __init__(self, device: str = "cpu") -> None:
-        self.device = device  # its type
-        self.live_bytes = 0
-        self.peak_bytes = 0
-        self._known: set[int] = set()
-
-    def ignore(self, value: object) -> int:
-        """Do not count a tensor that exists anyway; returns its bytes, once."""
-        if not isinstance(value, torch.Tensor):
-            return 0
-        return self._watch(value, self._known.discard)
-
-    def count(self, value: object, num_bytes: int | None = None) -> None:
-        """Count a tensor's storage until it is freed, unless it is known.
-
-        Args:
-            value: The tensor; anything else does not count.
-            num_bytes: That it takes; by default, those of its storage.
-        """
-        if isinstance(value, torch.Tensor):
-            self._add(self._watch(value, self._free, num_bytes))
-
-    def spike(self, num_bytes: int) -> None:
-        """Count bytes that are freed at once."""
-        self._add(num_bytes)
-        self._add(-num_bytes)
-
-    def _watch(
-        self,
-        tensor: torch.Tensor,
-        at_death: Callable[..., None],
-        num_bytes: int | None = None,
-    ) -> int:
-        storage, key = tensor.untyped_storage(), storage_key(tensor)
-        size = self._bytes_of(tensor) if num_bytes is None else num_bytes
-        if key in self._known:
-            return 0
-        self._known.add(key)
-        sized = (key, size) if at_death == self._free else (key,)
-        weakref.finalize(storage, at_death, *sized)
-        return size
-
-    def _bytes_of(self, tensor: torch.Tensor) -> int:
-        num_bytes = tensor.untyped_storage().nbytes()
-        if self.device == "cpu":
-            return num_bytes
-        return in_blocks(num_bytes) if tensor.device.type == self.device else 0
-
-    def _free(self, key: int, num_bytes: int) -> None:
-        self._known.discard(key)
-        self._add(-num_bytes)
-
-    def _add(self, num_bytes: int) -> None:
-        self.live_bytes += num_bytes
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
-
-
-class Meter(TorchDispatchMode):
-    """Counts the outputs and the scratch memory of every op."""
-
-    def __init__(self, ledger: Ledger, kernels: KernelBytes) -> None:
-        super().__init__()
-        self.ledger, self.kernels = ledger, kernels
-
-    def __torch_dispatch__(
-        self, op: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        taken = Taken()
-        if op.overloadpacket.__name__ not in _NO_KERNEL:
-            taken = self.kernels.taken_by(op, args, kwargs)
-        self.ledger.spike(taken.peak_bytes)
-        made = op(*args, **kwargs)
-        if taken.made is None:
-            pytree.tree_map(self.ledger.count, made)
-        else:
-            tensors = filter(_is_tensor, pytree.tree_leaves(made))
-            for one, num_bytes in zip(tensors, taken.made, strict=True):
-                self.ledger.count(one, num_bytes)
-        return made
-
-
 def _fake(value: Any) -> Any:
     """A fresh tensor of the same geometry, under the active fake mode."""
     if not isinstance(value, torch.Tensor):
         return value
     how: Any = {"dtype": value.dtype, "device": value.device}
     return torch.empty_strided(value.shape, value.stride(), **how)
-
-
-def _is_tensor(value: object) -> bool:
-    return isinstance(value, torch.Tensor)
 
 
 def _as_it_is(value: Any) -> Any:

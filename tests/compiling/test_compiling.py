@@ -742,6 +742,27 @@ def test_another_shape_is_planned_again_by_the_same_backend() -> None:
 
 
 @pytest.mark.usefixtures("no_kernels")
+def test_a_graph_that_is_compiled_anew_is_planned_once() -> None:
+    class Settles(Deep):
+        kind: str | None = None
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if self.kind is None:
+                self.kind = "mean"  # as losses of transformers do
+            return super().forward(x)
+
+    stages: list[str] = []
+    planned = ckplan.backend("90%", progress=lambda stage, *_: stages.append(stage))
+    model, x = Settles(), deep()[1]
+    compiled = torch.compile(model, backend=planned, fullgraph=True)
+    first, second = compiled(x), compiled(x)
+    assert first.shape == second.shape
+    one, other = planned.chosen
+    assert one.plan == other.plan
+    assert stages.count("solving") == 1
+
+
+@pytest.mark.usefixtures("no_kernels")
 def test_the_compiled_model_keeps_its_parameters_and_its_mode() -> None:
     model, x = nn.Linear(8, 1), torch.randn(16, 8)
     compiled = ckplan.compile(model, "100%", mode="reduce-overhead")

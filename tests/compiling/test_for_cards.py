@@ -19,11 +19,11 @@ import ckplan
 from ckplan import units
 from ckplan.compiling import search
 from ckplan.compiling.graph import as_graph
+from ckplan.compiling.ledger import Ledger
 from ckplan.compiling.lowering import DynamoGraph
 from ckplan.compiling.partition import JointGraph
 from ckplan.compiling.proposing import Proposer
 from ckplan.compiling.refusals import check_inputs
-from ckplan.compiling.replay import Ledger
 from ckplan.compiling.step import parts_of, profile_compiled
 from ckplan.errors import ApplyError, CkplanError, PlanError, WorkloadError
 from ckplan.gpus import Gpu, find
