@@ -42,10 +42,10 @@ def compile(
             memory of what runs outside is not known.
         plan_or_budget: A limit on the bytes alive in forward and backward, with
             parameters and batch: ``"12GiB"``, ``"80%"`` of the unplanned compiled step,
-            or bytes. Or a plan for compiled code, or the path of its YAML file. One
-            for CUDA is followed, and not replayed: its peak is the simulated one. Its
-            regions for eager code are applied to the model, as ``ckplan.apply`` does;
-            such a model may break into several graphs by default.
+            or bytes; on a card, of blocks of its allocator. Or a plan for compiled
+            code, or the path of its YAML file. Its regions for eager code are applied
+            to the model, as ``ckplan.apply`` does; such a model may break into several
+            graphs by default.
         reserve: Size subtracted from the budget, for memory that is not part of forward
             and backward.
         optimizer: Its state, and what its step allocates, count against the budget.
@@ -66,7 +66,8 @@ def compile(
 
     Raises:
         ApplyError: This torch lacks the hook; or there is no C++ compiler, or the step
-            is not on a CPU, without a plan for CUDA. The first forward raises these.
+            is neither on the CPU nor on one CUDA device. The first forward raises
+            these.
         WorkloadError: The model does not compile as one graph.
         PlanError: The plan is for uncompiled code or another graph, or exceeds its
             budget.

@@ -109,10 +109,8 @@ COMPILES_KERNELS = "from torch._inductor.async_compile import AsyncCompile"
 EXTERN_KERNELS = "from torch._inductor.select_algorithm import extern_kernels"
 """Lines of generated code that import what makes kernels, and what calls others."""
 CHECKS = ("assert_size_stride", "assert_size_stride_grouped", "assert_alignment")
-MAKES = {"empty_strided_cpu": "cpu", "empty_strided_cuda": "cuda"}
-ALIGNED = "copy_if_misaligned"
-"""Names in generated code: checks of tensors, what makes tensors by device, and a copy
-of an input that is laid out badly."""
+MAKES = {"empty_strided_cpu": "cpu", "empty_strided_cuda": "cuda"}  # tensors, by device
+ALIGNED = "copy_if_misaligned"  # of an input; these are names in generated code
 _SOURCES_OF_PARAMETERS, _SOURCE = "_param_name_to_source", "_dynamo_source"
 """Attributes of a graph of Dynamo and of its inputs: where the user has them."""
 EXAMPLE = "example_value"
