@@ -19,7 +19,6 @@ from torch import fx, nn
 
 from ckplan.compiling.eager_code import eager_regions
 from ckplan.compiling.joining import Run
-from ckplan.compiling.ledger import bytes_on
 from ckplan.compiling.lowering import DynamoGraph
 from ckplan.compiling.parts import Parts
 from ckplan.compiling.refusals import (
@@ -37,6 +36,7 @@ from ckplan.compiling.torch_errors import (
 from ckplan.compiling.torch_names import (
     storage_key,
 )
+from ckplan.compiling.workspaces import bytes_on
 from ckplan.errors import ApplyError
 from ckplan.training.failures import first_line
 from ckplan.training.randomness import randomness_restored

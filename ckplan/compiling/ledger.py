@@ -16,8 +16,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ckplan.compiling.torch_names import storage_key
-from ckplan.compiling.workspaces import KernelBytes, Taken
-from ckplan.units import in_blocks
+from ckplan.compiling.workspaces import KernelBytes, Taken, bytes_on
 
 _NO_KERNEL = {"empty_strided", "as_strided", "detach", "device"}
 
@@ -102,14 +101,6 @@ class Meter(TorchDispatchMode):
             for one, num_bytes in zip(tensors, taken.made, strict=True):
                 self.ledger.count(one, num_bytes)
         return made
-
-
-def bytes_on(device: str, tensor: torch.Tensor) -> int:
-    """Bytes of a tensor's storage, as they count on a type of device."""
-    num_bytes = tensor.untyped_storage().nbytes()
-    if device == "cpu":
-        return num_bytes
-    return in_blocks(num_bytes) if tensor.device.type == device else 0
 
 
 def is_tensor(value: object) -> bool:

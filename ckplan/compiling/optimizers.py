@@ -17,12 +17,12 @@ from torch import fx, nn
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
-from ckplan.compiling.ledger import Ledger, Meter, bytes_on, is_tensor
+from ckplan.compiling.ledger import Ledger, Meter, is_tensor
 from ckplan.compiling.lowering import lower_alone
 from ckplan.compiling.refusals import device_of
 from ckplan.compiling.replay import replay_alone
 from ckplan.compiling.torch_names import COMPILED, FakeTensorMode
-from ckplan.compiling.workspaces import KernelBytes
+from ckplan.compiling.workspaces import KernelBytes, bytes_on
 from ckplan.errors import ApplyError
 
 

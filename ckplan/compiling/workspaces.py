@@ -44,6 +44,14 @@ class Taken(NamedTuple):
 _KNOWN: dict[str, Taken] = {}
 
 
+def bytes_on(device: str, tensor: torch.Tensor) -> int:
+    """Bytes of a tensor's storage, as they count on a type of device."""
+    num_bytes = tensor.untyped_storage().nbytes()
+    if device == "cpu":
+        return num_bytes
+    return in_blocks(num_bytes) if tensor.device.type == device else 0
+
+
 class KernelBytes:
     """Most bytes that kernels allocate at once, outputs included."""
 
@@ -115,11 +123,14 @@ class KernelBytes:
             for op, args, kwargs in wanted.values():
                 _run(op, args, kwargs)  # what the first run allocates stays
             with collection_off(), log_allocations(_MARK) as log:
-                for number, (key, (op, args, kwargs)) in enumerate(wanted.items()):
-                    _KNOWN[key] = _run(op, args, kwargs, f"{_MARK}{number}")
-        for number, key in enumerate(wanted):
-            if _KNOWN[key].made is None:
-                _KNOWN[key] = Taken(_peak_within(log, f"{_MARK}{number}"))
+                taken = [
+                    _run(op, args, kwargs, f"{_MARK}{number}")
+                    for number, (op, args, kwargs) in enumerate(wanted.values())
+                ]
+        for number, (key, one) in enumerate(zip(wanted, taken, strict=True)):
+            if one.made is None:  # on the CPU, the log says it
+                one = Taken(_peak_within(log, f"{_MARK}{number}"))
+            _KNOWN[key] = one
         return True
 
 
@@ -169,19 +180,14 @@ def _run(op: Callable[..., Any], args: Any, kwargs: Any, mark: str = "") -> Take
     device = _place_of(pytree.tree_leaves((real_args, real_kwargs)))
     with torch.profiler.record_function(mark), requested_within(device) as requested:
         # its result is freed within the mark
-        made = _bytes_on(device, op(*real_args, **real_kwargs))
+        made = _each_bytes(device.type, op(*real_args, **real_kwargs))
     return Taken(in_blocks(requested.peak_bytes), made)
 
 
-def _bytes_on(device: torch.device, made: object) -> tuple[int, ...] | None:
-    """Blocks of each tensor that was made on a card; None on a CPU."""
-    if device == CPU:
-        return None
+def _each_bytes(device: str, made: object) -> tuple[int, ...] | None:
+    """Bytes of each tensor that was made on a card; None on a CPU."""
     tensors = (one for one in pytree.tree_leaves(made) if isinstance(one, torch.Tensor))
-    return tuple(
-        in_blocks(one.untyped_storage().nbytes()) if one.device == device else 0
-        for one in tensors
-    )
+    return None if device == "cpu" else tuple(bytes_on(device, one) for one in tensors)
 
 
 def _peak_within(log: AllocatorLog, mark: str) -> int:

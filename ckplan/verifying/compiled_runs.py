@@ -13,7 +13,7 @@ from torch import nn
 from ckplan.compiling.search import Progress
 from ckplan.compiling.step import loss_of_model
 from ckplan.errors import CkplanError, WorkloadError
-from ckplan.training.allocator import CPU, gpu_allocator_stats, log_allocations
+from ckplan.training.allocator import CPU, log_allocations, requested_within
 from ckplan.training.failures import describe_failure, location_hint
 from ckplan.training.workload import Workload
 from ckplan.verifying.compiled_differences import Values, differences
@@ -110,16 +110,18 @@ def place_of(workload: Workload) -> torch.device:
 
 
 def _peak_bytes(workload: Workload, take: Callable[[], object]) -> int:
-    """Most bytes that a step takes; on a card, of blocks, beyond those before it."""
+    """Most bytes that a step takes; on a card, that it asks for, beyond those before.
+
+    There, the blocks that it gets can be larger: what is left of them is not split off.
+    """
     device = place_of(workload)
     if device == CPU:
         with log_allocations() as log:
             take()
         return log.peak_bytes
-    before = torch.cuda.memory_allocated(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    take()
-    return gpu_allocator_stats(device).allocated_peak_bytes - int(before)
+    with requested_within(device) as requested:
+        take()
+    return requested.peak_bytes
 
 
 def _random_state(device: torch.device) -> torch.Tensor:
