@@ -220,7 +220,10 @@ def profiled(name: str, types: str, gpu: gpus.Gpu) -> Graph:
 
 
 def run_alone(
-    program: str, words: Sequence[str], where: Mapping[str, str]
+    program: str,
+    words: Sequence[str],
+    where: Mapping[str, str],
+    patience_seconds: float = PATIENCE_SECONDS,
 ) -> subprocess.CompletedProcess[str]:
     """A program with ``--step``, in a process and an environment of its own."""
     return subprocess.run(
@@ -228,7 +231,7 @@ def run_alone(
         env=where,
         capture_output=True,
         text=True,
-        timeout=PATIENCE_SECONDS,
+        timeout=patience_seconds,
         check=False,
     )
 

@@ -51,6 +51,7 @@ MODELS = ("gpt2", "llama", "bert", "vit", "zoo:convnext")
 TYPES = {"fp32": None, "bf16": "bf16"}
 SHARES = 3  # budgets, from the smallest replayed peak on, towards the unplanned one
 UNPLANNED = "unplanned"
+PATIENCE_SECONDS = 3600
 STEPS = 3
 MOST_APART = 0.001  # blocks are multiples of 512 bytes
 HEADERS = (
@@ -129,7 +130,8 @@ def main() -> int:
 def rows_of(name: str, types: str, gpu: gpus.Gpu, library: Path) -> Iterator[Row]:
     """The steps of one workload."""
     measuring.say(f"{name}, {types}")
-    done = run_alone(__file__, [name, types], environment(library, gpu))
+    where = environment(library, gpu)
+    done = run_alone(__file__, [name, types], where, PATIENCE_SECONDS)
     if done.returncode:
         why = measuring.error_line(done.stderr)
         yield Row(name, types, UNPLANNED, None, 0, 0, 0, why)
