@@ -47,9 +47,9 @@ from ckplan.errors import InfeasibleError
 from ckplan.training.allocator import gpu_allocator_stats, requested_within
 from ckplan.training.workload import Workload, on_device
 
-MODELS = ("gpt2", "llama", "bert", "vit", "zoo:convnext")
+MODELS = ("gpt2", "llama", "bert", "vit")
 TYPES = {"fp32": None, "bf16": "bf16"}
-SHARES = 3  # budgets, from the smallest replayed peak on, towards the unplanned one
+SHARES = 2  # budgets, from the smallest replayed peak on, towards the unplanned one
 UNPLANNED = "unplanned"
 PATIENCE_SECONDS = 3600
 STEPS = 3
