@@ -2,9 +2,9 @@
 
 Every workload is compiled on a GPU that computes nothing (``scripts/_dummy_gpu.py``),
 in float32 and under autocast to bfloat16: without a plan, with the smallest one, and
-within budgets a third and two thirds of the way between these. The code that Inductor
-generates for that card is replayed; then it is compiled and takes steps, whose kernels
-do nothing and whose buffers torch's own caching allocator hands out. "Replayed" is what
+within a budget half of the way between these. The code that Inductor generates for that
+card is replayed; then it is compiled and takes steps, whose kernels do nothing and
+whose buffers torch's own caching allocator hands out. "Replayed" is what
 ``ckplan.backend`` says, in blocks of 512 bytes; "asked for" is the peak of
 ``requested_bytes`` in the third step, in bytes; "allocated" is
 ``torch.cuda.max_memory_allocated``: what is left of a block of more than 1 MiB is not
