@@ -23,8 +23,12 @@ ROUNDING = 1e-4
 """Largest difference of a number, relative to the largest one beside it, that kernels
 of another shape may make by rounding."""
 _LAST_PLACES = 2  # so many, of numbers in the type of autocast
-_SPREAD = 4.0
-"""How much further from the exact numbers one of two roundings may be."""
+_SPREAD, _SPREAD_OF_ZERO = 4.0, 32.0
+"""How much further from the exact numbers one of two roundings may be; and where these
+are zero, so that nothing but rounding is there, as in biases before a norm."""
+_ZERO = (
+    1e-8  # of what a step has in float32; in float64, zero comes out as that or less
+)
 
 Values: TypeAlias = Mapping[str, torch.Tensor]
 """What a step computes, by name."""
@@ -63,11 +67,14 @@ def rounding_alone(
     """
 
     def error(one: Values, name: str) -> float:
-        if name not in one or name not in exact:
-            return float("nan")
         return float((one[name].double() - exact[name].double()).abs().max())
 
-    return {n for n in names if error(found, n) <= _SPREAD * error(expected, n)}
+    def spread(name: str) -> float:
+        exactly, theirs = (float(v[name].abs().max()) for v in (exact, expected))
+        return _SPREAD_OF_ZERO if exactly <= _ZERO * theirs else _SPREAD
+
+    all_have = [n for n in names if all(n in v for v in (found, expected, exact))]
+    return {n for n in all_have if error(found, n) <= spread(n) * error(expected, n)}
 
 
 def same_draws(values: Values, exact: Values, without: Iterable[str]) -> bool:

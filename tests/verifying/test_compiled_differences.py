@@ -100,6 +100,19 @@ def test_a_wrong_gradient_is_never_rounding() -> None:
     assert not rounding_alone(["buffer mean"], right, left, left)
 
 
+@pytest.mark.parametrize(
+    ("exact", "times", "is_rounding"),
+    [(1e-18, 3, True), (1e-18, 6, True), (1e-18, 60, False), (1e-9, 6, False)],
+)
+def test_where_the_exact_number_is_zero_roundings_may_be_further_apart(
+    exact: float, times: float, is_rounding: bool
+) -> None:
+    theirs = torch.tensor([1e-9])
+    values = {"a": exact + times * theirs}, {"a": exact + theirs}
+    found = rounding_alone(["a", "b"], *values, {"a": torch.tensor([exact]).double()})
+    assert found == ({"a"} if is_rounding else set())
+
+
 def test_a_step_that_draws_is_judged_by_one_in_float64_that_draws_the_same() -> None:
     def dropped(one: Workload) -> Callable[[], torch.Tensor]:
         keep = torch.ones(4, 16, 8)
