@@ -10,7 +10,9 @@ whose buffers torch's own caching allocator hands out. "Replayed" is what
 ``torch.cuda.max_memory_allocated``: what is left of a block of more than 1 MiB is not
 split off. The last two are what a step takes beyond what was there before, and what is
 replayed of that: parameters, buffers and batch that it uses, and what cuBLAS keeps. The
-first steps also time kernels on buffers of their own.
+first steps also time kernels on buffers of their own. Constants that Inductor folds
+have no values there, so a graph may differ from itself when it is compiled again: such
+a row says that the plan is for another graph.
 
     python scripts/compiled_allocated.py
     python scripts/compiled_allocated.py --only gpt2 --gpu "RTX 4090"
