@@ -33,7 +33,7 @@ from ckplan.training.fingerprint import fingerprint
 from ckplan.training.randomness import seed_everything
 from ckplan.training.workload import Workload
 
-_SIMULATED = "simulated, not replayed: without a card, no code is generated for it"
+_SIMULATED = "simulated, not replayed: `verify --compile` does, on the card itself"
 NOTE_NO_OPTIMIZER = (
     "the optimizer is not part of it: leave room with `solve --reserve SIZE`"
 )
