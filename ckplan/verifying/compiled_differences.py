@@ -26,9 +26,7 @@ _LAST_PLACES = 2  # so many, of numbers in the type of autocast
 _SPREAD, _SPREAD_OF_ZERO = 4.0, 32.0
 """How much further from the exact numbers one of two roundings may be; and where these
 are zero, so that nothing but rounding is there, as in biases before a norm."""
-_ZERO = (
-    1e-8  # of what a step has in float32; in float64, zero comes out as that or less
-)
+_ZERO = 1e-8  # or less of what a step has in float32: zero, as float64 has it
 
 Values: TypeAlias = Mapping[str, torch.Tensor]
 """What a step computes, by name."""
