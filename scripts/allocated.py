@@ -29,10 +29,10 @@ import subprocess
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import _measuring as measuring
 import torch
@@ -58,6 +58,7 @@ from ckplan.training.step import Training, TrainingStep, make_step
 from ckplan.training.workload import Workload, on_device, tensors_of
 from ckplan.units import format_bytes
 
+_Row = TypeVar("_Row")
 TYPES = {"fp32": Training(), "bf16": Training(amp="bf16")}
 CUDA = torch.device("cuda", 0)
 MOST_APART, MOST_UNDER, MOST_ALLOCATED, MOST_RESERVED = 0.003, 0.001, 0.01, 0.03
@@ -156,15 +157,8 @@ def main() -> int:
     if sys.argv[1:2] == ["--step"]:
         take_steps(*sys.argv[2:])
     args = measuring.make_parser(__doc__, only=True, gpu="A100 80GB").parse_args()
-    check_dummy_gpu()
-    with tempfile.TemporaryDirectory() as folder:
-        library = build(Path(folder))
-        rows = [
-            row
-            for name in measuring.chosen(measuring.everything(), args.only)
-            for types in TYPES
-            for row in rows_of(name, types, gpus.find(args.gpu), library)
-        ]
+    names = measuring.chosen(measuring.everything(), args.only)
+    rows = rows_on_dummy_gpu(names, args.gpu, rows_of)
     report = measuring.Report(
         "allocated",
         "What the CUDA allocator says on a GPU that computes nothing",
@@ -176,6 +170,33 @@ def main() -> int:
         [what for row in rows for what in row.broken()],
     )
     return measuring.finish(report, args)
+
+
+def rows_on_dummy_gpu(
+    names: Iterable[str],
+    card: str,
+    rows_of: Callable[[str, str, gpus.Gpu, Path], Iterable[_Row]],
+) -> list[_Row]:
+    """Rows of every workload in every type, with a dummy GPU that is like a card.
+
+    Args:
+        names: Of workloads.
+        card: Its name.
+        rows_of: Given a workload, a type, the card, and the library of the dummy GPU.
+
+    Raises:
+        CkplanError: There can be no such GPU here, or there is no such card.
+    """
+    check_dummy_gpu()
+    gpu = gpus.find(card)
+    with tempfile.TemporaryDirectory() as folder:
+        library = build(Path(folder))
+        return [
+            row
+            for name in names
+            for types in TYPES
+            for row in rows_of(name, types, gpu, library)
+        ]
 
 
 def rows_of(name: str, types: str, gpu: gpus.Gpu, library: Path) -> Iterator[Row]:

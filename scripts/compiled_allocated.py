@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import json
 import sys
-import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -37,8 +36,8 @@ from typing import NoReturn
 import _measuring as measuring
 import torch
 from _compiled_rows import spec_of
-from _dummy_gpu import build, environment
-from allocated import CUDA, check_dummy_gpu, leave_with, run_alone
+from _dummy_gpu import environment
+from allocated import CUDA, TYPES, leave_with, rows_on_dummy_gpu, run_alone
 from compiled_budgets import TEN
 
 import ckplan
@@ -50,7 +49,6 @@ from ckplan.training.allocator import gpu_allocator_stats, requested_within
 from ckplan.training.workload import Workload, on_device
 
 MODELS = ("gpt2", "llama", "bert", "vit")
-TYPES = {"fp32": None, "bf16": "bf16"}
 SHARES = 2  # budgets, from the smallest replayed peak on, towards the unplanned one
 UNPLANNED = "unplanned"
 PATIENCE_SECONDS = 3600
@@ -107,15 +105,8 @@ def main() -> int:
     if sys.argv[1:2] == ["--step"]:
         take_steps(*sys.argv[2:])
     args = measuring.make_parser(__doc__, only=True, gpu="RTX 4090").parse_args()
-    check_dummy_gpu()
-    with tempfile.TemporaryDirectory() as folder:
-        library = build(Path(folder))
-        rows = [
-            row
-            for name in measuring.chosen(MODELS, args.only)
-            for types in TYPES
-            for row in rows_of(name, types, gpus.find(args.gpu), library)
-        ]
+    names = measuring.chosen(MODELS, args.only)
+    rows = rows_on_dummy_gpu(names, args.gpu, rows_of)
     report = measuring.Report(
         "compiled_allocated",
         "Plans inside torch.compile, and the CUDA allocator",
@@ -146,7 +137,7 @@ def take_steps(name: str, types: str) -> NoReturn:
     """Compile a workload on the GPU that is there, and say what its allocator did."""
     torch.manual_seed(0)
     workload = on_device(spec_of(name, TEN[name]).build(), CUDA)
-    workload = under_autocast(workload, TYPES[types], "cuda")
+    workload = under_autocast(workload, TYPES[types].amp, "cuda")
     (planner,) = parts_of(workload).planners.values()
     unplanned = planner.unplanned
     full = unplanned.peak_bytes

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import _measuring as measuring
 import allocated
-from _dummy_gpu import build, environment
+from _dummy_gpu import environment
 
 from ckplan import gpus
 from ckplan.errors import CkplanError
@@ -94,16 +94,12 @@ class Row:
 def main() -> int:
     """Profile, plan and run everything; print the table, write it."""
     args = measuring.make_parser(__doc__, only=True, gpu="A100 80GB").parse_args()
-    allocated.check_dummy_gpu()
-    with tempfile.TemporaryDirectory() as folder:
-        library = build(Path(folder))
-        rows = [
-            row
-            for name in measuring.chosen(measuring.everything(), args.only)
-            if name in args.only or name not in allocated.NOT_HERE
-            for types in allocated.TYPES
-            for row in rows_of(name, types, gpus.find(args.gpu), library)
-        ]
+    names = (
+        name
+        for name in measuring.chosen(measuring.everything(), args.only)
+        if name in args.only or name not in allocated.NOT_HERE
+    )
+    rows = allocated.rows_on_dummy_gpu(names, args.gpu, rows_of)
     full = sum(not row.tensors_run for row in rows)
     report = measuring.Report(
         "room",

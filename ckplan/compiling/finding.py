@@ -23,7 +23,6 @@ from ckplan.compiling.lowering import DynamoGraph
 from ckplan.compiling.parts import Parts
 from ckplan.compiling.refusals import (
     check_inputs,
-    device_of,
     place_of,
     refuse_dynamic,
 )
@@ -40,7 +39,7 @@ from ckplan.compiling.workspaces import bytes_on
 from ckplan.errors import ApplyError
 from ckplan.training.failures import first_line
 from ckplan.training.randomness import randomness_restored
-from ckplan.training.workload import tensors_of
+from ckplan.training.workload import device_of, tensors_of
 
 
 def key_of(graph: fx.GraphModule, inputs: Sequence[Any]) -> str:
@@ -143,7 +142,7 @@ class _Seeker:
         self.code_bytes = Counter[str]()  # saved, by module that is not compiled
         self.runs: list[Run] = []
         self.eager_bytes = [0]
-        self.device = device_of([*model.parameters(), *model.buffers()])
+        self.device = device_of([*model.parameters(), *model.buffers()]).type
         self._paths = {id(one): name or "." for name, one in model.named_modules()}
         self._progress = progress
         self._seen: set[int] | None = None  # storages that exist, or are counted

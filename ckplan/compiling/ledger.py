@@ -12,11 +12,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ckplan.compiling.torch_names import storage_key
 from ckplan.compiling.workspaces import KernelBytes, Taken, bytes_on
+from ckplan.training.workload import tensors_of
 
 _NO_KERNEL = {"empty_strided", "as_strided", "detach", "device"}
 
@@ -94,15 +94,8 @@ class Meter(TorchDispatchMode):
             taken = self.kernels.taken_by(op, args, kwargs)
         self.ledger.spike(taken.peak_bytes)
         made = op(*args, **kwargs)
-        if taken.made is None:
-            pytree.tree_map(self.ledger.count, made)
-        else:
-            tensors = filter(is_tensor, pytree.tree_leaves(made))
-            for one, num_bytes in zip(tensors, taken.made, strict=True):
-                self.ledger.count(one, num_bytes)
+        tensors = tensors_of(made)
+        sizes = taken.made or [None] * len(tensors)
+        for one, num_bytes in zip(tensors, sizes, strict=True):
+            self.ledger.count(one, num_bytes)
         return made
-
-
-def is_tensor(value: object) -> bool:
-    """Whether a value is a tensor."""
-    return isinstance(value, torch.Tensor)

@@ -15,15 +15,14 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from torch.utils import _pytree as pytree
 
-from ckplan.compiling.ledger import Ledger, Meter, is_tensor
+from ckplan.compiling.ledger import Ledger, Meter
 from ckplan.compiling.lowering import lower_alone
-from ckplan.compiling.refusals import device_of
 from ckplan.compiling.replay import replay_alone
 from ckplan.compiling.torch_names import COMPILED, FakeTensorMode
 from ckplan.compiling.workspaces import KernelBytes, bytes_on
 from ckplan.errors import ApplyError
+from ckplan.training.workload import device_of, tensors_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +75,7 @@ def optimizer_bytes(optimizer: torch.optim.Optimizer) -> OptimizerBytes:
 
 def _replayed(optimizer: torch.optim.Optimizer, kernels: KernelBytes) -> OptimizerBytes:
     held = [p for group in optimizer.param_groups for p in group["params"]]
-    ledger = Ledger(device_of(held))
+    ledger = Ledger(device_of(held).type)
     is_compiled = hasattr(optimizer.step, COMPILED)
     with FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True):
         twin = _twin(optimizer)
@@ -88,10 +87,8 @@ def _replayed(optimizer: torch.optim.Optimizer, kernels: KernelBytes) -> Optimiz
             ledger.ignore(one)
         with Meter(ledger, kernels):
             twin.step()  # makes the state
-            state = pytree.tree_leaves([*twin.state.values()])
-            state_bytes = sum(
-                bytes_on(ledger.device, one) for one in filter(is_tensor, state)
-            )
+            state = tensors_of([*twin.state.values()])
+            state_bytes = sum(bytes_on(ledger.device, one) for one in state)
         step_bytes = _compiled_bytes(twin) if is_compiled else None
         if step_bytes is None:
             with Meter(ledger, kernels):

@@ -20,7 +20,6 @@ from ckplan.compiling.parts import Parts
 from ckplan.compiling.refusals import (
     check_inputs,
     check_within_budget,
-    device_of,
     place_of,
     refuse_dynamic,
     trains,
@@ -35,6 +34,8 @@ from ckplan.compiling.torch_errors import (
 from ckplan.compiling.torch_names import compilation
 from ckplan.errors import ApplyError, CkplanError
 from ckplan.plan.plan import Plan
+from ckplan.training.allocator import CPU
+from ckplan.training.workload import device_of
 
 
 def backend(
@@ -126,7 +127,7 @@ class Backend:
             options, sizes = dict(options or {}), sizes_of(inputs)
             check_inputs(inputs, mode, options)
             traced = DynamoGraph(graph, inputs, options, sizes)
-            if device_of(inputs) == "cpu":
+            if device_of(inputs) == CPU:
                 require_compiler()
             if self.parts is not None:
                 return self._part(traced)
@@ -161,7 +162,7 @@ class Backend:
         """
         if self.parts is not None or not torch.is_grad_enabled():
             return None
-        if device_of([*model.parameters(), *model.buffers()]) == "cpu":
+        if device_of([*model.parameters(), *model.buffers()]) == CPU:
             require_compiler()
         parts = find_parts(call, model, args, kwargs, how, self._progress)
         if isinstance(self._wanted, Plan):

@@ -13,6 +13,7 @@ from ckplan.compiling.lowering import DynamoGraph
 from ckplan.errors import ApplyError, PlanError
 from ckplan.plan.plan import COMPILED, Plan
 from ckplan.training.allocator import CPU
+from ckplan.training.workload import tensors_of
 
 _CUDA_GRAPHS = "triton.cudagraphs"  # option of Inductor
 _MODES = (None, "default", "reduce-overhead")
@@ -35,7 +36,7 @@ def check_inputs(
             needed=f"one of {', '.join(map(str, _MODES))}",
             hint="leave out mode",
         )
-    places = {one.device for one in inputs if isinstance(one, torch.Tensor)} - {CPU}
+    places = {one.device for one in tensors_of(inputs)} - {CPU}
     if len(places) > 1 or any(one.type != "cuda" for one in places):
         named = ", ".join(sorted(map(str, places)))
         raise ApplyError(
@@ -49,12 +50,6 @@ def check_inputs(
             needed="mode='default'",
             hint="leave out mode",
         )
-
-
-def device_of(inputs: Sequence[Any]) -> str:
-    """The type of device of a graph's inputs; ``cpu`` if all are there."""
-    found = (one.device.type for one in inputs if isinstance(one, torch.Tensor))
-    return next((one for one in found if one != "cpu"), "cpu")
 
 
 def refuse_dynamic(inputs: Sequence[Any]) -> None:

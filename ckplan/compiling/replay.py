@@ -20,7 +20,6 @@ import torch
 
 from ckplan.compiling.ledger import Ledger, Meter
 from ckplan.compiling.lowering import Code, Lowered
-from ckplan.compiling.refusals import device_of
 from ckplan.compiling.torch_names import (
     ALIGNED,
     CHECKS,
@@ -31,6 +30,7 @@ from ckplan.compiling.torch_names import (
 )
 from ckplan.compiling.workspaces import KernelBytes
 from ckplan.errors import ApplyError
+from ckplan.training.workload import device_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +122,7 @@ def replay_alone(code: Code) -> int:
 
 
 def _replay_alone(code: Code, kernels: KernelBytes) -> int:
-    ledger = Ledger(device_of(code.inputs))
+    ledger = Ledger(device_of(code.inputs).type)
     with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
         given = [_fake(value) for value in code.inputs]
         for value in given:
@@ -133,7 +133,8 @@ def _replay_alone(code: Code, kernels: KernelBytes) -> int:
 
 
 def _replay(lowered: Lowered, num_outputs: int, kernels: KernelBytes) -> Replayed:
-    ledger = Ledger(device_of(lowered.forward.inputs))
+    device = device_of(lowered.forward.inputs)
+    ledger = Ledger(device.type)
     with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
         given = [_fake(value) for value in lowered.forward.inputs]
         held_bytes = sum(ledger.ignore(value) for value in given)
@@ -142,7 +143,7 @@ def _replay(lowered: Lowered, num_outputs: int, kernels: KernelBytes) -> Replaye
             outputs, saved = made[:num_outputs], _sizes_first(made[num_outputs:])
             del made
             forward_peak_bytes, saved_bytes = ledger.peak_bytes, ledger.live_bytes
-            library_bytes = kernels.kept_bytes(ledger.device)
+            library_bytes = kernels.end_thread(device)
             ledger.peak_bytes = 0
             gradients_in = lowered.backward.inputs[len(saved) :]
             tangents = [_fake(value) for value in gradients_in]
@@ -152,7 +153,7 @@ def _replay(lowered: Lowered, num_outputs: int, kernels: KernelBytes) -> Replaye
             gradients = _call(lowered.backward, ledger, kernels, saved)
             _accumulate(gradients, lowered.forward.inputs)
             backward_peak_bytes, gradient_bytes = ledger.peak_bytes, ledger.live_bytes
-            library_bytes += kernels.kept_bytes(ledger.device)
+            library_bytes += kernels.end_thread(device)
             del outputs, roots, gradients
     return Replayed(
         held_bytes + library_bytes,

@@ -19,11 +19,7 @@ from ckplan.compiling.graph import CompiledStep, as_graph
 from ckplan.compiling.lowering import DynamoGraph, Lowered
 from ckplan.compiling.partition import JointGraph
 from ckplan.compiling.proposing import Candidate, Proposer
-from ckplan.compiling.refusals import (
-    check_same_graph,
-    check_within_budget,
-    device_of,
-)
+from ckplan.compiling.refusals import check_same_graph, check_within_budget
 from ckplan.compiling.replay import Replayed, replay, replay_known
 from ckplan.compiling.side_by_side import most_at_once, side_by_side
 from ckplan.errors import InfeasibleError
@@ -33,6 +29,8 @@ from ckplan.plan.region import Region
 from ckplan.plan.resolve import describe, resolve
 from ckplan.simulating.simulate import Simulator
 from ckplan.tracing.target import local_card
+from ckplan.training.allocator import CPU
+from ckplan.training.workload import device_of
 
 Progress: TypeAlias = Callable[[str, int, int], object]
 """Told the stage of the work, the number of items done and their total."""
@@ -76,7 +74,7 @@ class CompiledPlanner:
         self.joint = joint
         self.unplanned = unplanned
         self.device = device_of(traced.inputs)
-        card = None if self.device == "cpu" else local_card()
+        card = None if self.device == CPU else local_card(self.device)
         self.step = _step_of(joint, model, unplanned, card)
         self._progress = progress
         self._quick = quick
@@ -128,7 +126,7 @@ class CompiledPlanner:
             PlanError: The plan is for uncompiled code or another graph, or names what
                 the graph does not have.
         """
-        check_same_graph(plan, self.joint.digest, self.device)
+        check_same_graph(plan, self.joint.digest, self.device.type)
         return self.proposer.candidate(resolve(plan, self.step.graph))
 
     def follow(self, plan: Plan, lowered: Lowered | None = None) -> Chosen:

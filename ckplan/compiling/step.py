@@ -25,7 +25,6 @@ from ckplan.compiling.torch_errors import (
     require_hook,
 )
 from ckplan.errors import CkplanError, GraphBreakError, WorkloadError
-from ckplan.gpus import DEFAULT, Gpu, find
 from ckplan.graph.graph import Graph
 from ckplan.tracing.target import find_target, local_card
 from ckplan.training.fingerprint import fingerprint
@@ -84,11 +83,6 @@ def compiled_loss(workload: Workload, backend: Any) -> Callable[[], torch.Tensor
             return call(*given)
 
     return loss
-
-
-def _card_in_use() -> Gpu:
-    """The card of this machine; without one, the default one."""
-    return local_card() if torch.cuda.is_available() else find(DEFAULT)
 
 
 def _steps(
@@ -199,7 +193,7 @@ def profile_compiled(
     known: dict[str, Any] = {"workload": describe_workload(spec, seed), "amp": amp}
     options = {key: value for key, value in known.items() if value}
     if target.device.type == "cuda":
-        load, card = spec.load(), target.gpu or _card_in_use()
+        load, card = spec.load(), target.gpu or local_card(target.device)
         graph = profile_for_card(
             lambda: under_autocast(load(), amp, "cuda"),
             _steps,

@@ -7,7 +7,7 @@ card, multiplications do not run: what cuBLAS takes is known.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -25,6 +25,7 @@ from ckplan.training.allocator import (
 )
 from ckplan.training.collector import collection_off
 from ckplan.training.randomness import randomness_restored
+from ckplan.training.workload import device_of, tensors_of
 from ckplan.units import in_blocks
 
 _MARK = "ckplan kernel "
@@ -65,7 +66,7 @@ class KernelBytes:
         self._in_code = in_code or {}
         self._wanted: dict[str, tuple[Callable[..., Any], Any, Any]] = {}
         self.seen: dict[str, int] = {}  # most bytes by op and shapes
-        self._ran: set[str] = set()  # ops, since what is kept was asked for
+        self._ran: set[str] = set()  # ops, by the thread of now
 
     def bytes_of(self, op: Callable[..., Any], args: Any, kwargs: Any) -> int:
         """Bytes that one call takes at once; see ``taken_by``."""
@@ -80,15 +81,11 @@ class KernelBytes:
         _check_runs_alone(op)
         name = _name_of(op)
         self._ran.add(name)
-        tensors = [
-            leaf
-            for leaf in pytree.tree_leaves((args, kwargs))
-            if isinstance(leaf, torch.Tensor)
-        ]
+        tensors = tensors_of((args, kwargs))
         shapes = f"{name} {[tuple(one.shape) for one in tensors]}"
         if shapes in self._in_code:
             return Taken(self._in_code[shapes])
-        if WORKSPACE_PERSISTS and name in MULTIPLIES and _place_of(tensors) != CPU:
+        if WORKSPACE_PERSISTS and name in MULTIPLIES and device_of(tensors) != CPU:
             return Taken()
         described = pytree.tree_map(_describe, (args, kwargs))
         key = repr((str(op), described))
@@ -98,15 +95,16 @@ class KernelBytes:
         self.seen[shapes] = max(taken.peak_bytes, self.seen.get(shapes, 0))
         return taken
 
-    def kept_bytes(self, device: str) -> int:
-        """Bytes that a card's libraries keep for a thread that ran the ops so far.
+    def end_thread(self, device: torch.device) -> int:
+        """End the thread of forward or of backward, which ran the ops since the last.
 
-        They are those since this was asked before: of forward, then of backward.
+        Returns:
+            Bytes that the libraries of a card keep for it.
         """
         ran, self._ran = self._ran, set()
-        if device == "cpu":
+        if device == CPU:
             return 0
-        capability = torch.cuda.get_device_capability()
+        capability = torch.cuda.get_device_capability(device)
         return sum(map(in_blocks, kept_bytes(capability, ran)))
 
     @property
@@ -149,12 +147,6 @@ def _name_of(op: Callable[..., Any]) -> str:
     return _CALLED.get(name, name)
 
 
-def _place_of(values: Iterable[object]) -> torch.device:
-    """The card that has any of these tensors, else the CPU."""
-    found = (one.device for one in values if isinstance(one, torch.Tensor))
-    return next((one for one in found if one.type == "cuda"), CPU)
-
-
 class _Tensor(tuple[Any, ...]):
     """Shape, stride, type and device of a tensor made when a kernel is measured."""
 
@@ -177,7 +169,7 @@ def _run(op: Callable[..., Any], args: Any, kwargs: Any, mark: str = "") -> Take
     real_args, real_kwargs = pytree.tree_map(
         _made, (args, kwargs), is_leaf=lambda value: isinstance(value, _Tensor)
     )
-    device = _place_of(pytree.tree_leaves((real_args, real_kwargs)))
+    device = device_of((real_args, real_kwargs))
     with torch.profiler.record_function(mark), requested_within(device) as requested:
         # its result is freed within the mark
         made = _each_bytes(device.type, op(*real_args, **real_kwargs))
@@ -186,8 +178,9 @@ def _run(op: Callable[..., Any], args: Any, kwargs: Any, mark: str = "") -> Take
 
 def _each_bytes(device: str, made: object) -> tuple[int, ...] | None:
     """Bytes of each tensor that was made on a card; None on a CPU."""
-    tensors = (one for one in pytree.tree_leaves(made) if isinstance(one, torch.Tensor))
-    return None if device == "cpu" else tuple(bytes_on(device, one) for one in tensors)
+    if device == "cpu":
+        return None
+    return tuple(bytes_on(device, one) for one in tensors_of(made))
 
 
 def _peak_within(log: AllocatorLog, mark: str) -> int:

@@ -105,13 +105,13 @@ def find_target(device: str, gpu: str | None, host: float = 1.0) -> TraceTarget:
     return TraceTarget(torch.device(device), card, is_like, host)
 
 
-def local_card() -> Gpu:
-    """The card in use, for its roofline.
+def local_card(device: torch.device) -> Gpu:
+    """A card of this machine, for its roofline.
 
     Of one that no table has, figures are those of the card there that is most like it:
     of its compute capability, if any, and with about as many multiprocessors.
     """
-    here = torch.cuda.get_device_properties(torch.cuda.current_device())
+    here = torch.cuda.get_device_properties(device)
     try:
         return find(here.name)
     except CkplanError:

@@ -122,6 +122,12 @@ def tensors_of(value: object) -> list[torch.Tensor]:
     return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
+def device_of(value: object) -> torch.device:
+    """The device of the tensors in a nested container: the first that is no CPU."""
+    devices = (tensor.device for tensor in tensors_of(value))
+    return next((one for one in devices if one.type != "cpu"), torch.device("cpu"))
+
+
 def rows_of(workload: Workload) -> int:
     """Number of rows of the batch: a size of its first tensor that counts them."""
     dim = workload.batch_dim

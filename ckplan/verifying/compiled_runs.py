@@ -15,7 +15,7 @@ from ckplan.compiling.step import loss_of_model
 from ckplan.errors import CkplanError, WorkloadError
 from ckplan.training.allocator import CPU, log_allocations, requested_within
 from ckplan.training.failures import describe_failure, location_hint
-from ckplan.training.workload import Workload
+from ckplan.training.workload import Workload, device_of
 from ckplan.verifying.compiled_differences import Values, differences
 
 _REPEATS = 5
@@ -104,9 +104,7 @@ def results_of(
 
 def place_of(workload: Workload) -> torch.device:
     """The device of a workload's parameters and buffers."""
-    model = workload.model
-    found = (one.device for one in (*model.parameters(), *model.buffers()))
-    return next((one for one in found if one != CPU), CPU)
+    return device_of([*workload.model.parameters(), *workload.model.buffers()])
 
 
 def _peak_bytes(workload: Workload, take: Callable[[], object]) -> int:

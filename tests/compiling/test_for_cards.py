@@ -114,7 +114,7 @@ def build(kind):
     return globals()[kind](3, 3), torch.randn(2, 2, 3)
 """
 
-CARD = "RTX 4090"
+CARD, CUDA = "RTX 4090", torch.device("cuda", 0)
 
 
 def gradients_of(call: Callable[..., Any], workload: Workload) -> list[torch.Tensor]:
@@ -305,8 +305,8 @@ def test_a_plan_for_a_card_is_followed_and_a_budget_gets_one(
     assert plan.regions
     # A stand-in for a card: the graph of this model is the same there. A card itself is
     # in test_on_gpu.py, and its allocator in test_compiled_on_dummy_gpu.py.
-    monkeypatch.setattr(search, "device_of", lambda inputs: "cuda")
-    monkeypatch.setattr(search, "local_card", lambda: find(CARD))
+    monkeypatch.setattr(search, "device_of", lambda inputs: CUDA)
+    monkeypatch.setattr(search, "local_card", lambda device: find(CARD))
     torch._dynamo.reset()
     planned = ckplan.backend(plan)
     compiled = torch.compile(workload.model, fullgraph=True, backend=planned)
@@ -369,9 +369,8 @@ def test_a_card_that_no_table_has_is_like_another(
             multi_processor_count=count,
             total_memory=units.parse_bytes(size),
         )
-        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
-        return local_card()
+        return local_card(CUDA)
 
     assert here("NVIDIA GeForce RTX 4090", (8, 9), 128, "24GiB") == find("RTX 4090")
     found = here("NVIDIA A100-SXM4-80GB", (8, 0), 108, "79GiB")
