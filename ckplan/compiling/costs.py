@@ -24,6 +24,7 @@ from ckplan.graph.records import (
     OUTSIDE_CALLS,
     Workspace,
 )
+from ckplan.tracing.costs.byte_seconds import byte_seconds
 from ckplan.tracing.costs.calibrate import calibrate
 from ckplan.tracing.costs.cost_cache import cost_cache
 from ckplan.tracing.costs.mask_seconds import ESTIMATED, mask_seconds
@@ -47,6 +48,7 @@ class CpuCosts:
         self._threads = torch.get_num_threads()
         self._keys: dict[fx.Node, tuple[int, str]] = {}  # of contractions
         self._masks = ESTIMATED
+        self._byte_seconds = byte_seconds()
 
     def measure(self, *parts: fx.Graph) -> None:
         """Measure contractions, and what kernels allocate that are not generated."""
@@ -74,7 +76,7 @@ class CpuCosts:
         each = self._arithmetic(run)
         each += self._masks.write * _num_stored(run)
         each += self._masks.read * kernels.truths_read(run)
-        moving = nodes.moving_seconds(kernels.crossing_bytes(run))
+        moving = self._byte_seconds * kernels.crossing_bytes(run)
         return max(each / self._threads, moving), 0.0
 
     def alone(self, node: fx.Node) -> float:
@@ -91,7 +93,7 @@ class CpuCosts:
             return self.seconds(run, kernels)
         each = self._arithmetic(run)
         each -= (self._masks.write + self._masks.read) * _num_stored(run)
-        moving = nodes.moving_seconds(kernels.crossing_bytes(run)) / 2
+        moving = self._byte_seconds * kernels.crossing_bytes(run) / 2
         return max(each / self._threads, moving), 0.0
 
     def _arithmetic(self, run: Sequence[fx.Node]) -> float:

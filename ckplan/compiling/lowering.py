@@ -9,18 +9,15 @@ from typing import Any
 import torch
 from torch import fx
 
+from ckplan.compiling.inductor import Record, compile_with, generate_code, trace_joint
 from ckplan.compiling.partition import JointGraph, Partitioner, cached_partitioner
 from ckplan.compiling.torch_names import (
     QUICK,
     FakeTensorMode,
-    Record,
     Symbol,
-    compile_with,
     copy_of,
     evaluate,
-    generate_code,
     layout_at,
-    trace_joint,
 )
 
 

@@ -22,7 +22,6 @@ _LOCAL = re.compile(r"^L\['\w+'\]\.?")
 _LOOKED_UP = re.compile(r"__dict__\['_modules'\]\['(\w+)'\]")
 _CARD, _CPU = re.compile(r"device\(type='cuda', index=\d+\)"), "device(type='cpu')"
 # Of generated kernels on one core of an AMD EPYC, as the profiler of torch shows them.
-_BYTES_PER_SECOND = 25e9
 _SECONDS_OF = {"tanh": 1e-9} | dict.fromkeys(
     ("exp", "erf", "log", "pow", "sigmoid", "sin", "cos"), 3e-10
 )
@@ -156,11 +155,6 @@ def arithmetic_seconds(node: fx.Node) -> float:
 def num_drawn(node: fx.Node) -> int:
     """Random numbers that Inductor draws in a node of a generated kernel."""
     return numel(node) if name_of_op(node).startswith("inductor_rand") else 0
-
-
-def moving_seconds(moved_bytes: int) -> float:
-    """Seconds to read or write bytes, on one CPU core."""
-    return moved_bytes / _BYTES_PER_SECOND
 
 
 def digest(graph: fx.Graph) -> str:

@@ -18,6 +18,7 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from ckplan.compiling import nodes
+from ckplan.compiling.sums import sum_apart
 from ckplan.compiling.torch_names import (
     IN_FORWARD,
     PLACE,
@@ -103,6 +104,12 @@ class Partitioner(CustomPartitionerFn):
         """The identity of the choice."""
         return self.key
 
+    @property
+    def computes_again(self) -> bool:
+        """Whether backward computes values again that torch would have saved."""
+        instead = None if self.seen is None else self.seen.instead
+        return self.saved is not None or instead is not None
+
     def __call__(self, joint: fx.GraphModule, inputs: Any, **how: Any) -> Parts:
         """Divide the joint graph."""
         how.pop("compiler", None)
@@ -139,12 +146,12 @@ def cached_partitioner(
     """A partitioner whose code Inductor's caches may keep; see ``Partitioner``.
 
     Its key is none of torch or of an older ckplan: what they left there may run kernels
-    in a wrong order.
+    in a wrong order, or others of two layers in one.
     """
     text = "\n".join(sorted(saved)) if saved is not None else f"torch's own, {share}"
     text += f"\n{sized.digest}" if sized is not None else ""
     digest = hashlib.sha256(text.encode()).hexdigest()
-    return Partitioner(saved, f"ckplan in order {digest}", share, sized)
+    return Partitioner(saved, f"ckplan in order, near {digest}", share, sized)
 
 
 def renamed(
@@ -197,6 +204,8 @@ def divide(
         )
     changed = nodes.changed_inputs(joint.graph)
     _move_to_forward(joint.graph, saved)
+    gradients = nodes.returned(joint.graph)[how["num_fwd_outputs"] :]
+    sum_apart(joint.graph, gradients, bytes_handed(joint.graph, saved))
     for node in before_gradients(joint.graph):
         if node.op in ("call_function", "get_attr"):
             keep = node.name in saved or made_once(node, changed)
@@ -292,10 +301,7 @@ def _move_to_forward(graph: fx.Graph, saved: Collection[str]) -> None:
 
 
 def read_by_backward(graph: fx.Graph, saved: Collection[str]) -> set[fx.Node]:
-    """What a division that saves the nodes named hands to backward, without inputs.
-
-    Of what is named, backward may need only some.
-    """
+    """Of what is named, without inputs, what a division that saves it hands on."""
     changed, forward = nodes.changed_inputs(graph), {*before_gradients(graph)}
     seen: set[fx.Node] = set()
     found: set[fx.Node] = set()
@@ -310,6 +316,20 @@ def read_by_backward(graph: fx.Graph, saved: Collection[str]) -> set[fx.Node]:
             else:
                 todo.append(node)
     return found
+
+
+def bytes_handed(graph: fx.Graph, saved: Collection[str]) -> int:
+    """Bytes that a division hands to backward at least, without inputs.
+
+    Of what makes several tensors, or has views, those count that backward reads.
+    """
+    found: dict[fx.Node, int] = {}
+    for node in read_by_backward(graph, saved):
+        base = nodes.base_of(node)
+        if base.op != "placeholder":  # some views of others are expanded
+            num_bytes = min(map(nodes.num_bytes, (node, base)))
+            found[base] = max(found.get(base, 0), num_bytes)
+    return sum(found.values())
 
 
 def made_once(node: fx.Node, changed: Collection[fx.Node]) -> bool:

@@ -19,7 +19,7 @@ from ckplan.compiling.graph import CompiledStep, as_graph
 from ckplan.compiling.kernels import Kernels
 from ckplan.compiling.layouts import convolutions_to_save, saving
 from ckplan.compiling.outlines import outlined
-from ckplan.compiling.partition import JointGraph, read_by_backward
+from ckplan.compiling.partition import JointGraph, bytes_handed
 from ckplan.compiling.runs import runs_of
 from ckplan.compiling.saved_values import flat, saved_by
 from ckplan.gpus import Gpu
@@ -187,20 +187,11 @@ class Proposer:
         return Planner(fused(self._step))
 
     def _bytes_saved(self, saved: frozenset[str] | None) -> int:
-        """Bytes that forward saves at least.
-
-        Of what makes several tensors, or has views, those count that backward reads.
-        """
         if saved not in self._saved_bytes:
             inputs = self._joint.backward.graph.find_nodes(op="placeholder")
             names = {one.name for one in inputs} if saved is None else saved
-            found: dict[fx.Node, int] = {}
-            for node in read_by_backward(self._joint.module.graph, names):
-                base = nodes.base_of(node)
-                if base.op != "placeholder":  # some views of others are expanded
-                    num_bytes = min(map(nodes.num_bytes, (node, base)))
-                    found[base] = max(found.get(base, 0), num_bytes)
-            self._saved_bytes[saved] = sum(found.values())
+            graph = self._joint.module.graph
+            self._saved_bytes[saved] = bytes_handed(graph, names)
         return self._saved_bytes[saved]
 
 

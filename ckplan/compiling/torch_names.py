@@ -7,12 +7,8 @@ documented; it is called once per joint graph, after Inductor's passes over that
 from __future__ import annotations
 
 import copy
-import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from types import SimpleNamespace
+from collections.abc import Mapping
 from typing import Any, TypeAlias
-from unittest import mock
 
 import torch
 from torch import fx
@@ -39,6 +35,7 @@ try:
     from torch._inductor.exc import CppCompileError, InvalidCxxCompiler
     from torch._inductor.graph import GraphLowering
     from torch._inductor.scheduler import OrderedSet, SchedulerNode, StarDep, WeakDep
+    from torch._inductor.virtualized import V
     from torch.fx._lazy_graph_module import _LazyGraphModule, _use_lazy_graph_module
 except (ImportError, OSError) as missing:  # what is amiss is said when it is needed
     MISSING: ImportError | OSError | None = missing
@@ -60,37 +57,46 @@ __all__ = [
     "IN_FORWARD",
     "MAKES",
     "MISSING",
+    "PARTITIONER",
     "PLACE",
     "PRIMALS",
+    "PROBE",
+    "PROBE_OF_AOT",
     "QUICK",
+    "RECOMPUTE",
     "TANGENTS",
     "BackendCompilerFailed",
     "CppCompileError",
     "CustomPartitionerFn",
     "FailOnRecompileLimitHit",
     "FakeTensorMode",
+    "GraphLowering",
     "InvalidCxxCompiler",
     "OpOverload",
+    "OrderedSet",
     "Parts",
-    "Record",
+    "SchedulerNode",
     "ShortenTraceback",
+    "StarDep",
     "Symbol",
     "TorchDynamoException",
+    "V",
+    "WeakDep",
     "bound_of",
     "compilation",
-    "compile_with",
+    "compile_fx",
+    "compile_fx_inner",
     "copy_of",
     "default_parts",
     "evaluate",
     "frugal_parts",
-    "generate_code",
+    "functorch_config",
     "get_cpp_compiler",
     "layout_at",
     "module_of",
     "storage_key",
     "symbol_of",
     "tagged_parts",
-    "trace_joint",
     "without_duplicates",
 ]
 
@@ -119,17 +125,15 @@ QUICK = {"cpp.simdlen": 0}
 """Options of Inductor for code that is replayed, not run: to vectorize loops takes a
 quarter of the time of generating code."""
 
-_RECOMPUTE = "recompute_size_and_body"  # of a node of Inductor's scheduler
-_PARTITIONER = "custom_partitioner_fn"  # option of Inductor
+RECOMPUTE = "recompute_size_and_body"  # of a node of Inductor's scheduler
+PARTITIONER = "custom_partitioner_fn"  # option of Inductor
 _UNBOUNDED = 2**40  # what older versions of torch have in place of infinity is larger
-_ONE_PLANS = threading.RLock()
-"""Two threads that replaced the same function of torch would not restore it."""
-
-_PROBE = {"fx_graph_cache": False, "fx_graph_remote_cache": False}
-_PROBE_OF_AOT = {
+PROBE = {"fx_graph_cache": False, "fx_graph_remote_cache": False}
+PROBE_OF_AOT = {
     "enable_autograd_cache": False,
     "force_non_lazy_backward_lowering": True,
 }
+"""Options of Inductor and of AOTAutograd to generate code and run none of it."""
 
 
 def storage_key(tensor: torch.Tensor) -> int:
@@ -234,116 +238,3 @@ def copy_of(graph: fx.GraphModule) -> fx.GraphModule:
         if hasattr(node, _SOURCE):
             setattr(its_copy, _SOURCE, getattr(node, _SOURCE))
     return copied
-
-
-Record: TypeAlias = Callable[[str, dict[str, Any], Any, bool], None]
-"""Given the source, constants, example inputs (fake tensors), and if it is backward."""
-
-
-def compile_with(
-    gm: fx.GraphModule,
-    inputs: Any,
-    partitioner: Any,
-    options: dict[str, Any],
-    record: Record,
-) -> Callable[..., Any]:
-    """Compile a graph of Dynamo with Inductor.
-
-    Args:
-        gm: The graph; it is consumed.
-        inputs: Its example inputs.
-        partitioner: Divides the joint graph; None: torch's own.
-        options: Options of Inductor.
-        record: Given the generated code of forward and of backward, both before this
-            returns; neither if a cache of AOTAutograd has the graph.
-    """
-    patches = {**options, _PARTITIONER: partitioner}
-
-    def inner(part: fx.GraphModule, given: Any, **how: Any) -> Any:
-        made = compile_fx_inner(part, given, **how)
-        source = getattr(made, "source_code", None)
-        if source is not None:
-            constants = dict(made.constants or {})
-            record(source, constants, list(given), bool(how.get("is_backward")))
-        return made
-
-    with _in_order(), functorch_config.patch(force_non_lazy_backward_lowering=True):
-        return compile_fx(gm, inputs, inner_compile=inner, config_patches=patches)
-
-
-def generate_code(
-    gm: fx.GraphModule,
-    inputs: Any,
-    partitioner: Any,
-    options: dict[str, Any],
-    record: Record,
-) -> None:
-    """Lower forward and backward of a graph of Dynamo; compile and run nothing.
-
-    Arguments are those of ``compile_with``; ``record`` is called once for each of both.
-    """
-    this_thread, compiled = threading.get_ident(), GraphLowering.compile_to_module
-
-    def inner(part: fx.GraphModule, given: Any, **how: Any) -> Any:
-        def instead(lowering: Any) -> Any:
-            if threading.get_ident() != this_thread:
-                return compiled(lowering)  # another thread compiles in earnest
-            code, _ = lowering.codegen()
-            backward = bool(how.get("is_backward"))
-            record(code.value, dict(lowering.constants), list(given), backward)
-            return SimpleNamespace(call=_not_compiled)
-
-        with mock.patch.object(GraphLowering, "compile_to_module", instead):
-            return compile_fx_inner(part, given, **how)
-
-    with _in_order(), functorch_config.patch(**_PROBE_OF_AOT):
-        compile_fx(
-            gm,
-            inputs,
-            inner_compile=inner,
-            config_patches={**options, **_PROBE, _PARTITIONER: partitioner},
-        )
-
-
-def trace_joint(
-    gm: fx.GraphModule, inputs: Any, partitioner: Any, options: dict[str, Any]
-) -> None:
-    """Trace and divide the joint graph of a graph of Dynamo; generate no code.
-
-    Arguments are those of ``compile_with``.
-    """
-    with functorch_config.patch(**_PROBE_OF_AOT):
-        compile_fx(
-            gm,
-            inputs,
-            inner_compile=lambda part, given, **how: _not_compiled,
-            config_patches={**options, **_PROBE, _PARTITIONER: partitioner},
-        )
-
-
-@contextmanager
-def _in_order() -> Iterator[None]:
-    """Keep kernels that write into a buffer before those that read it.
-
-    torch forgets this order where it computes the loops of a kernel anew, until 2.13
-    for what a scatter writes: gradients of a bilinear interpolation or a max pooling
-    can be computed from zeros (issue 185509 of pytorch, mended after 2.13).
-    """
-    with _ONE_PLANS:
-        recompute = getattr(SchedulerNode, _RECOMPUTE)
-
-        def keep_order(node: Any, *args: Any, **how: Any) -> None:
-            reads = node.read_writes.reads
-            kept = OrderedSet(
-                one for one in reads if isinstance(one, StarDep | WeakDep)
-            )
-            recompute(node, *args, **how)
-            found = node.read_writes.with_read(kept)
-            node.set_read_writes(found.rename(node.mutation_renames))
-
-        with mock.patch.object(SchedulerNode, _RECOMPUTE, keep_order):
-            yield
-
-
-def _not_compiled(*_: object) -> None:
-    raise AssertionError("internal error: generated code ran that was not compiled")

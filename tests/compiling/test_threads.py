@@ -11,8 +11,8 @@ from compiled import planner_of
 from torch import nn
 from torch._inductor.graph import GraphLowering
 
+from ckplan.compiling.inductor import generate_code
 from ckplan.compiling.partition import Partitioner
-from ckplan.compiling.torch_names import generate_code
 
 
 def test_another_thread_compiles_in_earnest_while_one_plans() -> None:
