@@ -1,9 +1,9 @@
 """Seconds and scratch memory of the ops of a compiled step.
 
 On a CPU, seconds of contractions and scratch memory of kernels that are not generated
-are measured, and so are random numbers and masks; other seconds of generated kernels
-are estimates. On a card, both follow from its
-figures, and nothing runs.
+are measured, and so are random numbers, masks, and moves of bytes; other seconds of
+generated kernels are estimates. On a card, both follow from its figures, and nothing
+runs.
 """
 
 from __future__ import annotations

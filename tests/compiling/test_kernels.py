@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 
 import pytest
 import torch
@@ -140,6 +141,21 @@ def test_a_mask_that_costs_more_to_keep_makes_plans_without_it_cheaper(
     numbers, threads = 2 * ROWS * 64, torch.get_num_threads()
     gained = (added[0.0] - added[5e-9]) * threads
     assert gained == pytest.approx(numbers * 2 * 5e-9, rel=0.1)
+
+
+def test_moves_cost_what_a_byte_takes_on_this_machine(
+    planner: CompiledPlanner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward = planner.joint.forward.graph
+    run = [one for one in nodes.ops_of(forward) if not nodes.is_alone(one)]
+    kernels, found = Kernels(forward), []
+    for seconds in (1e-3, 2e-3):
+        monkeypatch.setattr(costs, "byte_seconds", partial(float, seconds))
+        of_cpu = CpuCosts({})
+        found.append(of_cpu.seconds(run, kernels)[0])
+        assert found[-1] == pytest.approx(seconds * kernels.crossing_bytes(run))
+        assert of_cpu.rebuilt(run, kernels)[0] == pytest.approx(found[-1] / 2)
+    assert found[1] == 2 * found[0]
 
 
 def test_contractions_are_measured(planner: CompiledPlanner) -> None:

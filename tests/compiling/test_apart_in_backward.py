@@ -1,0 +1,171 @@
+"""What a backward that computes again keeps apart: layers, and sums of gradients."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from compiled import planner_of, run_steps
+from torch import nn
+from torch.nn import functional
+
+import ckplan
+from ckplan.compiling import inductor, sums
+from ckplan.compiling.proposing import Candidate
+from ckplan.compiling.replay import Replayed, replay
+from ckplan.compiling.search import CompiledPlanner
+
+ROWS, WIDTH, HIDDEN, WORDS = 64, 32, 512, 256
+LOGITS = 4 * 4 * ROWS * WORDS  # bytes
+
+
+class Masked(nn.Module):
+    """Attention, written out, of layers that read one mask; returns a loss."""
+
+    mask: torch.Tensor
+
+    def __init__(self, depth: int = 3) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, 3 * WIDTH) for _ in range(depth))
+        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(depth))
+        self.register_buffer("mask", torch.randn(8, ROWS, ROWS))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for norm, layer in zip(self.norms, self.layers, strict=True):
+            query, key, value = layer(norm(x)).chunk(3, -1)
+            scores = query @ key.transpose(-1, -2) + self.mask
+            x = x + scores.softmax(-1) @ value
+        return x.square().mean()
+
+
+class Tied(nn.Module):
+    """A head whose weight is the embedding's; returns a loss. Nothing has a bias."""
+
+    def __init__(self, depth: int = 4) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(WORDS, WIDTH)
+        self.layers = nn.ModuleList(
+            nn.Sequential(
+                nn.Linear(WIDTH, HIDDEN, bias=False),
+                nn.Tanh(),
+                nn.Linear(HIDDEN, WIDTH, bias=False),
+            )
+            for _ in range(depth)
+        )
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(ids)
+        for layer in self.layers:
+            x = x + layer(x)
+        logits = functional.linear(x, self.embedding.weight)
+        return functional.cross_entropy(logits.flatten(0, 1), ids.flatten())
+
+
+def masked() -> tuple[nn.Module, torch.Tensor]:
+    torch.manual_seed(0)
+    return Masked(), torch.randn(8, ROWS, WIDTH)
+
+
+def tied() -> tuple[nn.Module, torch.Tensor]:
+    torch.manual_seed(0)
+    return Tied(), torch.randint(WORDS, (4, ROWS))
+
+
+def saving_least(planner: CompiledPlanner) -> Candidate:
+    """Of the plans that save something, that which saves the fewest bytes."""
+    found = [one for one in planner.candidates if one.saved_bytes]
+    return min(found, key=lambda one: one.saved_bytes)
+
+
+def replayed(planner: CompiledPlanner, saved: frozenset[str] | None) -> Replayed:
+    """Generated anew, whatever was replayed before."""
+    _, lowered = planner.traced.lower(saved)
+    assert lowered is not None
+    return replay(lowered, planner.joint.num_outputs)
+
+
+def test_layers_that_read_one_mask_are_not_computed_again_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    planner = planner_of(*masked())
+    saved = saving_least(planner).saved
+    near = replayed(planner, saved)
+    monkeypatch.setattr(inductor, "_NEAR", 10**6)  # 64 is Inductor's own limit
+    far = replayed(planner, saved)
+    assert near.backward_peak_bytes < 0.8 * far.backward_peak_bytes
+    assert near.saved_bytes == far.saved_bytes
+
+
+def test_code_that_torch_divides_is_as_torch_generates_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    planner = planner_of(*masked())
+    codes = []
+    for near in (16, 0):
+        monkeypatch.setattr(inductor, "_NEAR", near)
+        _, lowered = planner.traced.lower(None)
+        assert lowered is not None
+        both = lowered.forward.source, lowered.backward.source
+        codes.append([one.partition("\n")[2] for one in both])  # without a number
+    assert codes[0] == codes[1]
+
+
+def test_a_gradient_of_logits_does_not_wait_for_that_of_the_embedding(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    planner = planner_of(*tied())
+    saved = saving_least(planner).saved
+    apart = replayed(planner, saved)
+    monkeypatch.setattr(sums, "_LEAST_SHARE", float("inf"))
+    waiting = replayed(planner, saved)
+    assert waiting.backward_peak_bytes - apart.backward_peak_bytes >= 0.9 * LOGITS
+    assert apart.saved_bytes == waiting.saved_bytes
+
+
+def test_a_sum_is_apart_only_where_what_would_wait_counts() -> None:
+    planner = planner_of(*tied())
+    deep = saving_least(planner)
+    mild = max(planner.candidates[1:], key=lambda one: one.saved_bytes)
+    assert deep.saved_bytes < 8 * LOGITS < mild.saved_bytes
+    for one, is_apart in ((deep, True), (mild, False)):
+        _, lowered = planner.traced.lower(one.saved)
+        assert lowered is not None
+        assert ("extern_kernels.addmm" in lowered.backward.source) != is_apart
+
+
+def test_a_sum_that_is_apart_is_that_of_uncompiled_code() -> None:
+    model, ids = tied()
+    planner = planner_of(copy.deepcopy(model), ids)
+    budget_bytes = planner.replayed(saving_least(planner).saved).peak_bytes
+    other = copy.deepcopy(model)
+    own = run_steps(torch.compile(other, fullgraph=True, dynamic=False), other, ids)
+    torch._dynamo.reset()
+    uncompiled = run_steps(model, model, ids)
+    planned = run_steps(ckplan.compile(model, budget_bytes), model, ids)
+    assert planned.peak_bytes < own.peak_bytes
+    assert set(planned.differs_from(own)) <= {"embedding.weight"}
+    for name, gradient in planned.gradients.items():
+        for like in (own, uncompiled):
+            torch.testing.assert_close(gradient, like.gradients[name])
+
+
+def test_sums_of_three_gradients_are_apart_as_far_as_one_waits() -> None:
+    class Thrice(Tied):
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            again = self.embedding(ids.flip(0))
+            return super().forward(ids) + again.square().mean()
+
+    torch.manual_seed(0)
+    model, ids = Thrice(), torch.randint(WORDS, (4, ROWS))
+    planner = planner_of(copy.deepcopy(model), ids)
+    saved = saving_least(planner).saved
+    _, lowered = planner.traced.lower(saved)
+    assert lowered is not None
+    assert "extern_kernels.addmm" not in lowered.backward.source
+    model(ids).backward()
+    expected = model.embedding.weight.grad
+    model.zero_grad()
+    budget_bytes = planner.replayed(saved).peak_bytes
+    ckplan.compile(model, budget_bytes)(ids).backward()
+    torch.testing.assert_close(model.embedding.weight.grad, expected)
