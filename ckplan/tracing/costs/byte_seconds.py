@@ -15,7 +15,7 @@ import torch
 from ckplan.tracing.costs.cost_cache import MOST_RUNS, cost_cache
 from ckplan.tracing.costs.timing import seconds_of
 
-KEY = "to move a byte in an elementwise kernel"
+KEY = "to move a byte of cold memory in an elementwise kernel"
 """Name in the cost cache."""
 _CPU = torch.device("cpu")
 _NUMBERS, _COPIES = 1 << 21, 6  # 24 MiB for each: more than caches hold
