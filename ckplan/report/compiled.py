@@ -35,8 +35,10 @@ def compiled_report(found: CompiledVerification) -> RenderableType:
         "loss": found.loss_equal,
         "gradients": found.gradients_equal,
         "buffers": found.buffers_equal,
-        "random state": found.random_state_equal,
     }
+    rounded = found.largest_difference <= found.rounding
+    other = "equal but for rounding" if rounded else "different"
+    state = "bitwise equal" if found.random_state_equal else "different"
     limit = found.budget_bytes
     said = [
         ("budget", _NONE if limit is None else units.format_bytes(limit)),
@@ -46,10 +48,8 @@ def compiled_report(found: CompiledVerification) -> RenderableType:
             ("runs uncompiled", f"{path}, keeps {units.format_bytes(num_bytes)}")
             for path, num_bytes in found.uncompiled_bytes.items()
         ),
-        *(
-            (name, "bitwise equal" if yes else "different")
-            for name, yes in equal.items()
-        ),
+        *((name, "bitwise equal" if yes else other) for name, yes in equal.items()),
+        ("random state", state),
         *(("differs", name) for name in found.different),
         ("largest difference", f"{found.largest_difference:.1e}"),
         ("from uncompiled", _difference(found.largest_difference_from_eager)),

@@ -62,15 +62,19 @@ def test_several_graphs_and_what_float64_decided_are_shown() -> None:
 
 def test_rounding_passes_and_more_does_not() -> None:
     rounded = replace(FOUND, gradients_equal=False, different=("gradient a",))
-    assert replace(rounded, largest_difference=1e-5).passed
+    little = replace(rounded, largest_difference=1e-5)
+    assert little.passed
+    assert "gradients equal but for rounding" in " ".join(shown(little).split())
     cast = replace(rounded, largest_difference=1e-2, rounding=rounding_of("bf16"))
     assert cast.passed
     assert not replace(cast, rounding=rounding_of("fp16")).passed
     wrong = replace(rounded, largest_difference=0.9)
     assert not wrong.passed
-    assert "differs" in shown(wrong)
+    assert "gradients different" in " ".join(shown(wrong).split())
     assert "differs from the unplanned one: gradient a" in str(compiled_error(wrong))
-    assert not replace(FOUND, random_state_equal=False).passed
+    drawn = replace(FOUND, random_state_equal=False)
+    assert not drawn.passed
+    assert "random state different" in " ".join(shown(drawn).split())
 
 
 def test_what_differs_without_a_plan_too_is_said() -> None:
