@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import operator
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import torch
 from torch import fx
@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import flop_registry
 
 from ckplan.compiling.torch_names import FORWARD_OF_BACKWARD, OpOverload
+from ckplan.errors import ApplyError
 
 Modules = tuple[tuple[str, str], ...]
 """(FQN, type name) of the modules around a node, the outermost first."""
@@ -155,6 +156,26 @@ def arithmetic_seconds(node: fx.Node) -> float:
 def num_drawn(node: fx.Node) -> int:
     """Random numbers that Inductor draws in a node of a generated kernel."""
     return numel(node) if name_of_op(node).startswith("inductor_rand") else 0
+
+
+def renamed(
+    names: Collection[str], sized: fx.Graph, dynamic: fx.Graph
+) -> frozenset[str]:
+    """Names in a graph with dynamic shapes of nodes of the same with numbers as sizes.
+
+    Raises:
+        ApplyError: They do not run the same ops.
+    """
+    ours, theirs = ([*filter(is_tensor, ops_of(g))] for g in (sized, dynamic))
+    if [one.target for one in ours] != [one.target for one in theirs]:
+        raise ApplyError(
+            "cannot plan a graph with dynamic shapes: with its largest sizes it runs "
+            "other ops",
+            needed="a model whose ops do not depend on the sizes of its batch",
+            hint="dynamic=False, and batches of few different shapes",
+        )
+    others = {one.name: other.name for one, other in zip(ours, theirs, strict=True)}
+    return frozenset(others[name] for name in names)
 
 
 def digest(graph: fx.Graph) -> str:

@@ -18,7 +18,7 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from ckplan.compiling import nodes
-from ckplan.compiling.sums import sum_apart
+from ckplan.compiling.sums import compute_apart, sums_that_wait
 from ckplan.compiling.torch_names import (
     IN_FORWARD,
     PLACE,
@@ -117,10 +117,7 @@ class Partitioner(CustomPartitionerFn):
         kept = _copy(joint)
         instead = None
         if self.saved is not None:
-            saved = self.saved
-            if self.sized is not None:
-                saved = renamed(saved, self.sized.module.graph, joint.graph)
-            parts = divide(joint, inputs, saved, how)
+            parts = divide(joint, inputs, self.saved, how, self.sized)
         elif self.share is not None:
             parts = frugal_parts(joint, inputs, dict(how), self.share)
         else:
@@ -154,30 +151,12 @@ def cached_partitioner(
     return Partitioner(saved, f"ckplan in order, near {digest}", share, sized)
 
 
-def renamed(
-    names: Collection[str], sized: fx.Graph, dynamic: fx.Graph
-) -> frozenset[str]:
-    """Names in a graph with dynamic shapes of nodes of the same with numbers as sizes.
-
-    Raises:
-        ApplyError: They do not run the same ops.
-    """
-    ours, theirs = (
-        [*filter(nodes.is_tensor, nodes.ops_of(g))] for g in (sized, dynamic)
-    )
-    if [one.target for one in ours] != [one.target for one in theirs]:
-        raise ApplyError(
-            "cannot plan a graph with dynamic shapes: with its largest sizes it runs "
-            "other ops",
-            needed="a model whose ops do not depend on the sizes of its batch",
-            hint="dynamic=False, and batches of few different shapes",
-        )
-    others = {one.name: other.name for one, other in zip(ours, theirs, strict=True)}
-    return frozenset(others[name] for name in names)
-
-
 def divide(
-    joint: fx.GraphModule, inputs: Any, saved: Collection[str], how: dict[str, Any]
+    joint: fx.GraphModule,
+    inputs: Any,
+    saved: Collection[str],
+    how: dict[str, Any],
+    sized: JointGraph | None = None,
 ) -> Parts:
     """Divide a joint graph so that forward saves the nodes named, and no others.
 
@@ -189,11 +168,19 @@ def divide(
         inputs: Its example inputs.
         saved: Names of nodes of forward that make a tensor.
         how: What Inductor says besides, such as the number of outputs.
+        sized: What has the names, if the joint graph has dynamic shapes.
 
     Raises:
         ApplyError: A name is not that of a node, or a gradient is computed from an
             input as it was before forward changed it.
     """
+    known = joint.graph if sized is None else sized.module.graph
+    count = how["num_fwd_outputs"] if sized is None else sized.num_outputs
+    gradients = nodes.returned(known)[count:]
+    apart = sums_that_wait(gradients, bytes_handed(known, saved))
+    if sized is not None:
+        both = saved, apart
+        saved, apart = (nodes.renamed(one, known, joint.graph) for one in both)
     names = {node.name for node in joint.graph.nodes}
     unknown = sorted(set(saved) - names)
     if unknown:
@@ -204,8 +191,7 @@ def divide(
         )
     changed = nodes.changed_inputs(joint.graph)
     _move_to_forward(joint.graph, saved)
-    gradients = nodes.returned(joint.graph)[how["num_fwd_outputs"] :]
-    sum_apart(joint.graph, gradients, bytes_handed(joint.graph, saved))
+    compute_apart(joint.graph, apart)
     for node in before_gradients(joint.graph):
         if node.op in ("call_function", "get_attr"):
             keep = node.name in saved or made_once(node, changed)

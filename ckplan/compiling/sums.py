@@ -8,7 +8,7 @@ logits. Apart, as uncompiled code has them, the sum may round otherwise.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 import torch
 from torch import fx
@@ -22,23 +22,46 @@ _LEAST_SHARE = 1 / 8
 """Of the bytes that forward saves: what takes less may wait, and all bits stay."""
 
 
-def sum_apart(graph: fx.Graph, gradients: Iterable[object], saved_bytes: int) -> None:
-    """Compute sums of gradients apart whose contraction would wait with too much.
+def sums_that_wait(gradients: Iterable[object], saved_bytes: int) -> frozenset[str]:
+    """Names of the sums whose contraction would wait with too much.
 
     Args:
-        graph: A joint graph, which is changed.
-        gradients: What it returns as those.
+        gradients: What a joint graph returns as those; its sizes are numbers.
         saved_bytes: By forward for backward.
     """
-    order = {node: number for number, node in enumerate(graph.nodes)}
-    for one in _sums(gradients):
-        first, last = sorted(one.all_input_nodes, key=order.__getitem__)
-        if _LEAST_SHARE * saved_bytes <= _waiting_bytes(first):
-            _divide(graph, one, first, last)
+    least_bytes = _LEAST_SHARE * saved_bytes
+    return frozenset(
+        one.name
+        for one in _sums(gradients)
+        if least_bytes <= _waiting_bytes(_in_order(one)[0])
+    )
+
+
+def compute_apart(graph: fx.Graph, names: Collection[str]) -> None:
+    """Compute the sums named apart from the contractions that they begin with.
+
+    The negative is subtracted, which gives the same numbers, and is no sum that
+    Inductor would join.
+    """
+    for one in [node for node in graph.nodes if node.name in names]:
+        first, last = _in_order(one)
+        with graph.inserting_before(one):
+            negative = graph.call_function(_ATEN.neg.default, (first,))
+            negative.meta = {**one.meta, "val": torch.neg(first.meta["val"])}
+            instead = graph.call_function(_ATEN.sub.Tensor, (last, negative))
+            instead.meta = dict(one.meta)
+        one.replace_all_uses_with(instead)
+        graph.erase_node(one)
+
+
+def _in_order(summed: fx.Node) -> list[fx.Node]:
+    """The two summands, first the one that is there first."""
+    one, other = summed.all_input_nodes
+    return [other, one] if other < one else [one, other]
 
 
 def _sums(gradients: Iterable[object]) -> Iterator[fx.Node]:
-    """Sums of two tensors that nothing else reads, and those inside them."""
+    """Gradients that are sums of two tensors, and such sums inside them."""
     todo = [one for one in gradients if isinstance(one, fx.Node)]
     while todo:
         node = todo.pop()
@@ -54,14 +77,3 @@ def _waiting_bytes(summand: fx.Node) -> int:
         return -1
     read = set(map(nodes.base_of, contraction.all_input_nodes))
     return sum(nodes.num_bytes(one) for one in read if one.op != "placeholder")
-
-
-def _divide(graph: fx.Graph, one: fx.Node, first: fx.Node, last: fx.Node) -> None:
-    """Subtract the negative: the same numbers, and no sum that Inductor would join."""
-    with graph.inserting_before(one):
-        negative = graph.call_function(_ATEN.neg.default, (first,))
-        negative.meta = {**one.meta, "val": torch.neg(first.meta["val"])}
-        instead = graph.call_function(_ATEN.sub.Tensor, (last, negative))
-        instead.meta = dict(one.meta)
-    one.replace_all_uses_with(instead)
-    graph.erase_node(one)

@@ -169,3 +169,26 @@ def test_sums_of_three_gradients_are_apart_as_far_as_one_waits() -> None:
     budget_bytes = planner.replayed(saved).peak_bytes
     ckplan.compile(model, budget_bytes)(ids).backward()
     torch.testing.assert_close(model.embedding.weight.grad, expected)
+
+
+def test_a_sum_is_apart_for_all_sizes_as_for_the_largest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sums, "_LEAST_SHARE", 0.0)
+    model, _ = tied()
+    other = copy.deepcopy(model)
+    backend = ckplan.backend("70%")
+    call = torch.compile(model, backend=backend, fullgraph=True)
+    counters = torch._dynamo.utils.counters["stats"]
+    before = counters["unique_graphs"]
+    for rows in (4, 3, 8):
+        ids = torch.randint(WORDS, (rows, ROWS))
+        torch._dynamo.mark_dynamic(ids, 0, min=2, max=8)
+        found, expected = (
+            run_steps(one, m, ids) for one, m in ((call, model), (other, other))
+        )
+        for name, gradient in found.gradients.items():
+            torch.testing.assert_close(gradient, expected.gradients[name])
+    assert counters["unique_graphs"] == before + 1
+    (chosen,) = backend.chosen
+    assert found.peak_bytes == chosen.replayed.step_peak_bytes

@@ -13,7 +13,7 @@ from compiled import Convolutions, Deep, Steps, planner_of, run_steps
 
 import ckplan
 from ckplan.compiling import dynamic
-from ckplan.compiling.partition import renamed
+from ckplan.compiling.nodes import renamed
 from ckplan.compiling.replay import Replayed
 from ckplan.errors import ApplyError, PlanError
 
