@@ -47,14 +47,9 @@ class Candidate:
 
     regions: tuple[Region, ...]
     simulated_peak_bytes: int
-    estimate: float  # what its division adds to the unplanned step, as a fraction
+    overhead: float  # estimated for its division, as a fraction of the unplanned step
     saved: frozenset[str] | None  # nodes that forward saves; None: torch's own choice
     saved_bytes: int  # of these, at least
-
-    @property
-    def overhead(self) -> float:
-        """What is promised: estimates are too rough to promise a gain."""
-        return max(self.estimate, 0.0)
 
 
 class Proposer:
@@ -74,7 +69,7 @@ class Proposer:
         self._step = step
         self._card = card
         self.own = joint.instead  # what forward saves without a plan
-        self._estimates: dict[frozenset[str] | None, float] = {self.own: 0.0}
+        self._overheads: dict[frozenset[str] | None, float] = {self.own: 0.0}
         self._saved_bytes: dict[frozenset[str] | None, int] = {}
 
     @cached_property
@@ -94,9 +89,9 @@ class Proposer:
 
     @cached_property
     def candidates(self) -> tuple[Candidate, ...]:
-        """Torch's own choice, then the cheapest first, those that gain included.
+        """The cheapest first; the dearer they are, the less they are simulated to take.
 
-        The dearer they are, the less they are simulated to take, but for ``ways``.
+        Torch's own choice and all ways are among them.
         """
         ways = {one.saved for one in self.ways.values()}
         found: dict[frozenset[str] | None, Candidate] = {}
@@ -117,27 +112,27 @@ class Proposer:
         return Candidate(
             found,
             simulator.run(found).peak_bytes,
-            self.estimate_of(saved),
+            self.overhead_of(saved),
             saved,
             self._bytes_saved(saved),
         )
 
-    def estimate_of(self, saved: frozenset[str] | None) -> float:
+    def overhead_of(self, saved: frozenset[str] | None) -> float:
         """Estimated seconds that saving the given values adds, as a fraction.
 
         They are those of that division of the joint graph.
         """
-        if saved not in self._estimates:
+        if saved not in self._overheads:
             assert saved is not None
-            self._estimates[saved] = self._estimate_in(outlined(self._joint, saved))
-        return self._estimates[saved]
+            self._overheads[saved] = self.overhead_in(outlined(self._joint, saved))
+        return self._overheads[saved]
 
     def overhead_in(self, joint: JointGraph) -> float:
-        """What is promised of another division, as a fraction: 0 is the least."""
-        return max(self._estimate_in(joint), 0.0)
+        """Estimated seconds of another division beyond torch's own, as a fraction.
 
-    def _estimate_in(self, joint: JointGraph) -> float:
-        return self.seconds_in(joint) / self._own_seconds - 1
+        Estimates are too rough to promise a gain, so 0 is the least.
+        """
+        return max(self.seconds_in(joint) / self._own_seconds - 1, 0.0)
 
     def seconds_in(self, joint: JointGraph) -> float:
         """Estimated seconds of a division: of all ops of its ``Graph``."""
@@ -230,5 +225,5 @@ def budgets_to_try(low: int, high: int) -> Iterator[int]:
         yield low + (high - low) * place // (4 * NEAR_FLOOR)
 
 
-def _cheapest_first(one: Candidate) -> tuple[bool, float, int]:
-    return bool(one.regions), one.estimate, one.simulated_peak_bytes
+def _cheapest_first(one: Candidate) -> tuple[float, bool, int]:
+    return one.overhead, bool(one.regions), one.simulated_peak_bytes
