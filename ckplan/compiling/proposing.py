@@ -226,4 +226,5 @@ def budgets_to_try(low: int, high: int) -> Iterator[int]:
 
 
 def _cheapest_first(one: Candidate) -> tuple[float, bool, int]:
-    return one.overhead, bool(one.regions), one.simulated_peak_bytes
+    """Of those that cost the same, torch's own choice, then those that save more."""
+    return one.overhead, bool(one.regions), -one.saved_bytes
