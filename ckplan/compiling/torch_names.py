@@ -42,7 +42,8 @@ except (ImportError, OSError) as missing:  # what is amiss is said when it is ne
     CustomPartitionerFn = ShortenTraceback = object
     TorchDynamoException = BackendCompilerFailed = FailOnRecompileLimitHit = ()
     InvalidCxxCompiler = CppCompileError = ()
-    get_cpp_compiler = None
+    get_cpp_compiler = compile_fx = compile_fx_inner = functorch_config = None
+    GraphLowering = OrderedSet = SchedulerNode = StarDep = WeakDep = V = None
 else:
     MISSING = None
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
@@ -669,6 +671,23 @@ def test_what_cannot_be_planned_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(torch_names, "MISSING", OSError("no such file: '/nope'"))
     with pytest.raises(ApplyError, match="cache fails: no such file: '/nope'"):
         ckplan.backend("80%")
+
+
+@pytest.mark.parametrize("module", ["custom_graph_pass", "virtualized", "scheduler"])
+def test_a_torch_without_what_plans_stand_on_is_refused(module: str) -> None:
+    code = f"""import sys
+import torch
+sys.modules["torch._inductor.{module}"] = None
+import ckplan
+try:
+    ckplan.compile(torch.nn.Linear(3, 3), "80%")
+except ckplan.CkplanError as error:
+    print(error.what)
+"""
+    words = [sys.executable, "-c", code]
+    found = subprocess.run(words, capture_output=True, text=True, timeout=200)
+    assert "cannot plan compiled code with torch" in found.stdout, found.stderr
+    assert module in found.stdout
 
 
 class Broken(nn.Module):
