@@ -120,7 +120,7 @@ def generate_code(
 
 
 def trace_joint(
-    gm: fx.GraphModule, inputs: Any, partitioner: Any, options: dict[str, Any]
+    gm: fx.GraphModule, inputs: Any, partitioner: Divides, options: dict[str, Any]
 ) -> None:
     """Trace and divide the joint graph of a graph of Dynamo; generate no code.
 

@@ -287,7 +287,10 @@ def _move_to_forward(graph: fx.Graph, saved: Collection[str]) -> None:
 
 
 def read_by_backward(graph: fx.Graph, saved: Collection[str]) -> set[fx.Node]:
-    """Of what is named, without inputs, what a division that saves it hands on."""
+    """What a division that saves the nodes named hands to backward, without inputs.
+
+    Of what is named, backward may need only some.
+    """
     changed, forward = nodes.changed_inputs(graph), {*before_gradients(graph)}
     seen: set[fx.Node] = set()
     found: set[fx.Node] = set()

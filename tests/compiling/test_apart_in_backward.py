@@ -12,6 +12,7 @@ from torch.nn import functional
 
 import ckplan
 from ckplan.compiling import inductor, sums
+from ckplan.compiling.lowering import Lowered
 from ckplan.compiling.proposing import Candidate
 from ckplan.compiling.replay import Replayed, replay
 from ckplan.compiling.search import CompiledPlanner
@@ -78,11 +79,15 @@ def saving_least(planner: CompiledPlanner) -> Candidate:
     return min(found, key=lambda one: one.saved_bytes)
 
 
-def replayed(planner: CompiledPlanner, saved: frozenset[str] | None) -> Replayed:
-    """Generated anew, whatever was replayed before."""
+def code_of(planner: CompiledPlanner, saved: frozenset[str] | None) -> Lowered:
+    """Generated anew, whatever was before."""
     _, lowered = planner.traced.lower(saved)
     assert lowered is not None
-    return replay(lowered, planner.joint.num_outputs)
+    return lowered
+
+
+def replayed(planner: CompiledPlanner, saved: frozenset[str] | None) -> Replayed:
+    return replay(code_of(planner, saved), planner.joint.num_outputs)
 
 
 def test_layers_that_read_one_mask_are_not_computed_again_at_once(
@@ -104,8 +109,7 @@ def test_code_that_torch_divides_is_as_torch_generates_it(
     codes = []
     for near in (16, 0):
         monkeypatch.setattr(inductor, "_NEAR", near)
-        _, lowered = planner.traced.lower(None)
-        assert lowered is not None
+        lowered = code_of(planner, None)
         both = lowered.forward.source, lowered.backward.source
         codes.append([one.partition("\n")[2] for one in both])  # without a number
     assert codes[0] == codes[1]
@@ -129,9 +133,8 @@ def test_a_sum_is_apart_only_where_what_would_wait_counts() -> None:
     mild = max(planner.candidates[1:], key=lambda one: one.saved_bytes)
     assert deep.saved_bytes < 8 * LOGITS < mild.saved_bytes
     for one, is_apart in ((deep, True), (mild, False)):
-        _, lowered = planner.traced.lower(one.saved)
-        assert lowered is not None
-        assert ("extern_kernels.addmm" in lowered.backward.source) != is_apart
+        source = code_of(planner, one.saved).backward.source
+        assert ("extern_kernels.addmm" in source) != is_apart
 
 
 def test_a_sum_that_is_apart_is_that_of_uncompiled_code() -> None:
@@ -160,9 +163,7 @@ def test_sums_of_three_gradients_are_apart_as_far_as_one_waits() -> None:
     model, ids = Thrice(), torch.randint(WORDS, (4, ROWS))
     planner = planner_of(copy.deepcopy(model), ids)
     saved = saving_least(planner).saved
-    _, lowered = planner.traced.lower(saved)
-    assert lowered is not None
-    assert "extern_kernels.addmm" not in lowered.backward.source
+    assert "extern_kernels.addmm" not in code_of(planner, saved).backward.source
     model(ids).backward()
     expected = model.embedding.weight.grad
     model.zero_grad()
