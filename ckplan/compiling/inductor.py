@@ -1,9 +1,14 @@
 """How Inductor is called for a plan, and what of it acts otherwise meanwhile.
 
 Kernels that write into a buffer stay before those that read it. And in a backward that
-computes values again, nodes that only read the same value share a kernel if they are
-near: Inductor moves the later of them forward, with all that it is made of. Attention
-of two layers that read one mask would be computed again at once.
+computes values again,
+
+- nodes that only read the same value share a kernel if they are near: Inductor moves
+  the later of them forward, with all that it is made of. Attention of two layers that
+  read one mask would be computed again at once;
+- a buffer is freed after its last use: Inductor keeps it for a later one of its size,
+  as long as an estimate of its own says that this adds nothing to the peak. What the
+  MLP of one layer leaves behind would wait for that of the next.
 """
 
 from __future__ import annotations
@@ -31,6 +36,7 @@ from ckplan.compiling.torch_names import (
     compile_fx,
     compile_fx_inner,
     functorch_config,
+    inductor_config,
 )
 
 _ONE_PLANS = threading.RLock()
@@ -72,7 +78,7 @@ def compile_with(
     patches = {**options, PARTITIONER: partitioner}
 
     def inner(part: fx.GraphModule, given: Any, **how: Any) -> Any:
-        with _kept_apart(partitioner, how):
+        with _frugal(partitioner, how):
             made = compile_fx_inner(part, given, **how)
         source = getattr(made, "source_code", None)
         if source is not None:
@@ -107,7 +113,7 @@ def generate_code(
             return SimpleNamespace(call=_not_compiled)
 
         replaced = mock.patch.object(GraphLowering, "compile_to_module", instead)
-        with replaced, _kept_apart(partitioner, how):
+        with replaced, _frugal(partitioner, how):
             return compile_fx_inner(part, given, **how)
 
     with _in_order(), functorch_config.patch(**PROBE_OF_AOT):
@@ -160,13 +166,17 @@ def _in_order() -> Iterator[None]:
 
 
 @contextmanager
-def _kept_apart(partitioner: Divides | None, how: dict[str, Any]) -> Iterator[None]:
-    """Let only near nodes of a backward that computes again share what they read."""
+def _frugal(partitioner: Divides | None, how: dict[str, Any]) -> Iterator[None]:
+    """Keep no more alive at a time in a backward that computes values again.
+
+    Only near nodes share what they read, and no buffer waits for a later one.
+    """
     again = partitioner is not None and partitioner.computes_again
     if not (again and how.get("is_backward")):
         yield
         return
-    with V.set_choices_handler(_NearChoices(V.choices)):
+    freed = inductor_config.patch(allow_buffer_reuse=False)
+    with freed, V.set_choices_handler(_NearChoices(V.choices)):
         yield
 
 

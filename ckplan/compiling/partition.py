@@ -148,7 +148,7 @@ def cached_partitioner(
     text = "\n".join(sorted(saved)) if saved is not None else f"torch's own, {share}"
     text += f"\n{sized.digest}" if sized is not None else ""
     digest = hashlib.sha256(text.encode()).hexdigest()
-    return Partitioner(saved, f"ckplan in order, near {digest}", share, sized)
+    return Partitioner(saved, f"ckplan in order, near, freed {digest}", share, sized)
 
 
 def divide(

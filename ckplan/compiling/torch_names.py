@@ -29,6 +29,7 @@ try:
         min_cut_rematerialization_partition,
     )
     from torch._guards import CompileContext
+    from torch._inductor import config as inductor_config
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.custom_graph_pass import CustomPartitionerFn
@@ -44,6 +45,7 @@ except (ImportError, OSError) as missing:  # what is amiss is said when it is ne
     InvalidCxxCompiler = CppCompileError = ()
     get_cpp_compiler = compile_fx = compile_fx_inner = functorch_config = None
     GraphLowering = OrderedSet = SchedulerNode = StarDep = WeakDep = V = None
+    inductor_config = None
 else:
     MISSING = None
 
@@ -93,6 +95,7 @@ __all__ = [
     "frugal_parts",
     "functorch_config",
     "get_cpp_compiler",
+    "inductor_config",
     "layout_at",
     "module_of",
     "storage_key",
