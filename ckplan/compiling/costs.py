@@ -2,8 +2,10 @@
 
 On a CPU, seconds of contractions and scratch memory of kernels that are not generated
 are measured, and so are random numbers, masks, and moves of bytes; other seconds of
-generated kernels are estimates. On a card, both follow from its figures, and nothing
-runs.
+generated kernels are estimates. Contractions are measured with results in memory that
+the process has: into new memory they take up to half as long again, and generated code
+hands on what it has. Those that backward runs again find in the caches what was just
+made. On a card, both follow from its figures, and nothing runs.
 """
 
 from __future__ import annotations
@@ -29,13 +31,14 @@ from ckplan.tracing.costs.calibrate import calibrate
 from ckplan.tracing.costs.cost_cache import cost_cache
 from ckplan.tracing.costs.mask_seconds import ESTIMATED, mask_seconds
 from ckplan.tracing.costs.roofline import rate_of_kernel
+from ckplan.tracing.costs.timing import Memory
 from ckplan.tracing.cuda.workspaces import workspace_of
 from ckplan.tracing.recording.recording import RawOp, TensorMeta
 
 COSTS = "estimated for compiled code"
 """Source of the seconds on a CPU."""
-_MEASURED: dict[tuple[int, str], float] = {}
-"""Seconds of contractions by number of threads and arguments."""
+_MEASURED: dict[tuple[int, str], tuple[float, float]] = {}
+"""Seconds of contractions, run first and run again, by threads and arguments."""
 
 
 class CpuCosts:
@@ -63,34 +66,39 @@ class CpuCosts:
         if not new:
             return
         cpu = torch.device(self.device)
-        costs = calibrate(
-            [*map(_as_recorded, new.values())], cpu, None, cost_cache(cpu)
+        ops = [*map(_as_recorded, new.values())]
+        first, again = (
+            calibrate(ops, cpu, None, cost_cache(cpu), memory)
+            for memory in (Memory.USED, Memory.CACHED)
         )
-        for key, cost in zip(new, costs, strict=True):
-            _MEASURED[key] = cost.seconds
+        for key, one, other in zip(new, first, again, strict=True):
+            _MEASURED[key] = one.seconds, min(one.seconds, other.seconds)
 
     def seconds(self, run: Sequence[fx.Node], kernels: Kernels) -> tuple[float, float]:
         """Seconds of a run of nodes, and 0.0: the processor itself runs it."""
         if any(map(nodes.is_alone, run)):
-            return sum(map(self.alone, run)), 0.0
+            return sum(self._of_contraction(one)[0] for one in run), 0.0
         each = self._arithmetic(run)
         each += self._masks.write * _num_stored(run)
         each += self._masks.read * kernels.truths_read(run)
         moving = self._byte_seconds * kernels.crossing_bytes(run)
         return max(each / self._threads, moving), 0.0
 
-    def alone(self, node: fx.Node) -> float:
-        """Seconds of a contraction or attention; 0.0 of what is fused with others."""
-        return _MEASURED[self._keys[node]] if nodes.is_alone(node) else 0.0
+    def again(self, node: fx.Node) -> float:
+        """Seconds of a contraction that backward runs again; 0.0 of other nodes."""
+        return self._of_contraction(node)[1]
+
+    def _of_contraction(self, node: fx.Node) -> tuple[float, float]:
+        return _MEASURED[self._keys[node]] if nodes.is_alone(node) else (0.0, 0.0)
 
     def rebuilt(self, run: Sequence[fx.Node], kernels: Kernels) -> tuple[float, float]:
-        """Seconds that the run adds to kernels of backward, where it is fused.
+        """Seconds that the run adds to backward, where it is fused with others.
 
         A mask that is drawn there is neither written in forward nor read again, which
         takes about as long.
         """
         if any(map(nodes.is_alone, run)):
-            return self.seconds(run, kernels)
+            return sum(map(self.again, run)), 0.0
         each = self._arithmetic(run)
         each -= (self._masks.write + self._masks.read) * _num_stored(run)
         moving = self._byte_seconds * kernels.crossing_bytes(run) / 2
@@ -138,8 +146,8 @@ class CardCosts:
         device = self._gpu.device_seconds(flops, moved_bytes, rate)
         return device, self._gpu.launch_seconds * kernels.launches(run)
 
-    def alone(self, node: fx.Node) -> float:
-        """Seconds of a contraction or attention; 0.0 of what is fused with others."""
+    def again(self, node: fx.Node) -> float:
+        """Seconds of a contraction that backward runs again; 0.0 of other nodes."""
         if not nodes.is_alone(node):
             return 0.0
         moved_bytes = _as_recorded(node).moved_bytes

@@ -19,7 +19,7 @@ from ckplan.compiling.graph import CompiledStep, as_graph
 from ckplan.compiling.kernels import Kernels
 from ckplan.compiling.layouts import convolutions_to_save, saving
 from ckplan.compiling.outlines import outlined
-from ckplan.compiling.partition import JointGraph, bytes_handed
+from ckplan.compiling.partition import JointGraph, before_gradients, bytes_handed
 from ckplan.compiling.runs import runs_of
 from ckplan.compiling.saved_values import flat, saved_by
 from ckplan.gpus import Gpu
@@ -140,13 +140,27 @@ class Proposer:
             model, more = self._step.graph.model, self._step.fuses_more
             step = as_graph(joint, model, fuses_more=more, gpu=self._card)
             return step.graph.step_seconds
-        halves = joint.forward.graph, joint.backward.graph
-        costs = self._costs(*halves)
+        forward, backward = joint.forward.graph, joint.backward.graph
+        costs = self._costs(forward, backward)
+        first = self._seconds_in_half(forward, costs, ())
+        return first + self._seconds_in_half(backward, costs, self._of_forward)
+
+    def _seconds_in_half(
+        self, half: fx.Graph, costs: CpuCosts | CardCosts, made_before: Collection[str]
+    ) -> float:
+        """Seconds of forward or backward, where some contractions ran before."""
+        kernels = Kernels(half)
         return sum(
-            costs.seconds(run, kernels)[0]
-            for half, kernels in zip(halves, map(Kernels, halves), strict=True)
+            costs.rebuilt(run, kernels)[0]
+            if any(nodes.is_alone(one) and one.name in made_before for one in run)
+            else costs.seconds(run, kernels)[0]
             for run in runs_of(half, self._step.fuses_more)
         )
+
+    @cached_property
+    def _of_forward(self) -> frozenset[str]:
+        graph = self._joint.module.graph
+        return frozenset(node.name for node in before_gradients(graph))
 
     def least_overhead(self, saved_bytes: int) -> float:
         """Contractions that run again at least, as a fraction of the unplanned step.
@@ -162,7 +176,7 @@ class Proposer:
 
     @cached_property
     def _cuts(self) -> Cuts:
-        return Cuts(self._joint, self._costs(self._joint.module.graph).alone)
+        return Cuts(self._joint, self._costs(self._joint.module.graph).again)
 
     def _costs(self, *graphs: fx.Graph) -> CpuCosts | CardCosts:
         costs = costs_of(self._card, self._step.kernel_bytes)

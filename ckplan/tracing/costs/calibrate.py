@@ -29,8 +29,15 @@ from ckplan.tracing.costs.op_arguments import (
     chosen_indices,
     input_bytes,
     make_runner,
+    make_writer,
 )
-from ckplan.tracing.costs.timing import Job, launch_seconds, seconds_of, time_runs
+from ckplan.tracing.costs.timing import (
+    Job,
+    Memory,
+    launch_seconds,
+    seconds_of,
+    time_runs,
+)
 from ckplan.tracing.recording.recording import RawOp, TensorMeta
 from ckplan.training.allocator import (
     AllocatorLog,
@@ -56,16 +63,29 @@ def calibrate(
     device: torch.device,
     progress: Progress | None = None,
     cache: CostCache | None = None,
+    memory: Memory = Memory.NEW,
 ) -> list[Cost]:
     """Measure every distinct op that is not in the cost cache.
+
+    Args:
+        ops: The ops.
+        device: That runs them.
+        progress: Told of the work.
+        cache: Costs that are known.
+        memory: Where ops find their inputs and put their results.
 
     Returns:
         One cost for each of ``ops``, in order.
     """
-    keys = [_key(op) for op in ops]
+    is_new = memory is Memory.NEW
+    make = make_runner if is_new else make_writer
+    where = "" if is_new else f"{memory.value} memory: "
+    keys = [where + _key(op) for op in ops]
     distinct = dict(zip(reversed(keys), reversed(ops), strict=True))
     every = {
-        key: Job(partial(make_runner, op, device), max(op.moved_bytes, input_bytes(op)))
+        key: Job(
+            partial(make, op, device), max(op.moved_bytes, input_bytes(op)), memory
+        )
         for key, op in distinct.items()
         if op.flops < LARGEST_FLOPS
     }

@@ -20,6 +20,12 @@ _WRITE_AT_INDEX = (
     torch.ops.aten.index_put_,
     torch.ops.aten._index_put_impl_,
 )
+_WRITE_INTO = (
+    torch.ops.aten.mm,
+    torch.ops.aten.addmm,
+    torch.ops.aten.bmm,
+    torch.ops.aten.baddbmm,
+)
 _RECURRENT = (
     torch.ops.aten._cudnn_rnn.default,
     torch.ops.aten._cudnn_rnn_backward.default,
@@ -35,6 +41,18 @@ def make_runner(op: RawOp, device: torch.device) -> Run:
             return op.func(*args, **kwargs)
 
     return run
+
+
+def make_writer(op: RawOp, device: torch.device) -> Run:
+    """The same into memory that is there before, if the op can write there.
+
+    Other ops that take ``out`` make a new tensor and copy it.
+    """
+    if op.func.overloadpacket not in _WRITE_INTO:
+        return make_runner(op, device)
+    args, kwargs = arguments(op, device)
+    out = make_tensor(op.returned[0], device)
+    return lambda: op.func.overloadpacket.out(*args, **kwargs, out=out)
 
 
 def arguments(op: RawOp, device: torch.device) -> tuple[list[Any], dict[str, Any]]:

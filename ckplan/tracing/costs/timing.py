@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,16 +20,27 @@ _HEAD_START = 1_000_000  # GPU cycles, almost a millisecond
 _LAUNCHES = 200
 
 
+class Memory(enum.Enum):
+    """Where an op finds its inputs, and puts its results."""
+
+    NEW = "new"  # inputs are in no cache, and results in memory that no run had
+    USED = "used"  # inputs are in no cache, and results where others were
+    CACHED = "cached"  # both were just in use
+
+
 @dataclass(frozen=True, slots=True)
 class Job:
     """A function to measure, and its inputs' size."""
 
     prepare: Callable[[], Run]  # makes a run with its own input
     num_bytes: int  # larger of its input and the bytes that one run moves
+    memory: Memory = Memory.NEW
 
 
 def time_runs(job: Job, run: Run, device: torch.device) -> float:
     """Seconds of one run: the median of up to ``_MOST_REPEATS`` runs."""
+    if job.memory is not Memory.NEW:
+        return _time_again(run, device, evicted=job.memory is Memory.USED)
     copies = min(COLD_BYTES // max(job.num_bytes, 1), _MOST_COPIES)
     runs = [run, *(job.prepare() for _ in range(copies - 1))]
     outs: list[object] = [None] * len(runs)  # kept for one round: cold memory
@@ -41,6 +53,15 @@ def time_runs(job: Job, run: Run, device: torch.device) -> float:
         times.append(seconds)
         if time.perf_counter() - begin > _PATIENCE_SECONDS:
             break
+    return median_low(times)
+
+
+def _time_again(run: Run, device: torch.device, *, evicted: bool) -> float:
+    other = torch.empty(COLD_BYTES if evicted else 0, dtype=torch.uint8)
+    times = []
+    for _ in range(_MOST_REPEATS):
+        other.fill_(1)
+        times.append(seconds_of(run, device)[0])
     return median_low(times)
 
 
