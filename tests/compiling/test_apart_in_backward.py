@@ -1,8 +1,9 @@
-"""What a backward that computes again keeps apart: layers, and sums of gradients."""
+"""What a backward that computes again keeps apart: layers, sums, and memory."""
 
 from __future__ import annotations
 
 import copy
+from contextlib import AbstractContextManager, nullcontext
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from ckplan.compiling.proposing import Candidate
 from ckplan.compiling.replay import Replayed, replay
 from ckplan.compiling.search import CompiledPlanner
 
-ROWS, WIDTH, HIDDEN, WORDS = 64, 32, 512, 256
+ROWS, WIDTH, HIDDEN, WORDS, WIDE = 64, 32, 512, 256, 90
 LOGITS = 4 * 4 * ROWS * WORDS  # bytes
 
 
@@ -37,6 +38,24 @@ class Masked(nn.Module):
             query, key, value = layer(norm(x)).chunk(3, -1)
             scores = query @ key.transpose(-1, -2) + self.mask
             x = x + scores.softmax(-1) @ value
+        return x.square().mean()
+
+
+class Gated(Masked):
+    """The same with gated hidden values between, of another size than all else."""
+
+    def __init__(self, depth: int = 3) -> None:
+        super().__init__(depth)
+        self.gates = nn.ModuleList(nn.Linear(WIDTH, 2 * WIDE) for _ in range(depth))
+        self.downs = nn.ModuleList(nn.Linear(WIDE, WIDTH) for _ in range(depth))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for number, (gate, down) in enumerate(zip(self.gates, self.downs, strict=True)):
+            query, key, value = self.layers[number](self.norms[number](x)).chunk(3, -1)
+            scores = query @ key.transpose(-1, -2) + self.mask
+            x = x + scores.softmax(-1) @ value
+            one, other = gate(x).chunk(2, -1)
+            x = x + down(functional.silu(one) * other)
         return x.square().mean()
 
 
@@ -71,6 +90,13 @@ def masked() -> tuple[nn.Module, torch.Tensor]:
 def tied() -> tuple[nn.Module, torch.Tensor]:
     torch.manual_seed(0)
     return Tied(), torch.randint(WORDS, (4, ROWS))
+
+
+class Keeping:
+    """The configuration of Inductor, which stays as it is."""
+
+    def patch(self, **_: object) -> AbstractContextManager[None]:
+        return nullcontext()
 
 
 def saving_least(planner: CompiledPlanner) -> Candidate:
@@ -113,6 +139,20 @@ def test_code_that_torch_divides_is_as_torch_generates_it(
         both = lowered.forward.source, lowered.backward.source
         codes.append([one.partition("\n")[2] for one in both])  # without a number
     assert codes[0] == codes[1]
+
+
+def test_memory_does_not_wait_for_a_later_value_of_its_size(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    torch.manual_seed(0)
+    planner = planner_of(Gated(), torch.randn(8, ROWS, WIDTH))
+    found = [replayed(planner, one.saved) for one in planner.candidates[1:]]
+    monkeypatch.setattr(inductor, "inductor_config", Keeping())
+    kept = [replayed(planner, one.saved) for one in planner.candidates[1:]]
+    pairs = [*zip(found, kept, strict=True)]
+    assert all(one.peak_bytes <= other.peak_bytes for one, other in pairs)
+    hidden = 4 * 8 * ROWS * WIDE
+    assert max(other.peak_bytes - one.peak_bytes for one, other in pairs) >= hidden
 
 
 def test_a_gradient_of_logits_does_not_wait_for_that_of_the_embedding(

@@ -24,14 +24,15 @@ from compiled import (
     tiny_gpt2,
     train,
 )
-from torch import nn
+from torch import fx, nn
 from torch._inductor.exc import CppCompileError
 from two_ranks import run_two
 
 import ckplan
 from ckplan.compiling import lowering, nodes, planned_backend, search, workspaces
-from ckplan.compiling.graph import as_graph
+from ckplan.compiling.costs import CpuCosts
 from ckplan.compiling.lowering import Code, DynamoGraph, Lowered, in_order
+from ckplan.compiling.outlines import outlined
 from ckplan.compiling.outside import Outside
 from ckplan.compiling.proposing import Proposer, budgets_to_try
 from ckplan.compiling.replay import replay, replay_known
@@ -309,16 +310,33 @@ def test_torch_s_own_division_comes_before_others_that_cost_nothing(
     assert others
 
 
+def test_contractions_that_run_again_find_what_they_read_in_the_caches(
+    planner: CompiledPlanner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, again = 1.0, 0.25  # seconds: all else is microseconds
+
+    def seconds(_: CpuCosts, node: fx.Node) -> tuple[float, float]:
+        return (first, again) if nodes.is_alone(node) else (0.0, 0.0)
+
+    monkeypatch.setattr(CpuCosts, "_of_contraction", seconds)
+    everything = outlined(planner.joint, ())
+    forward = {node.name for node in planner.joint.forward.graph.nodes}
+    count = sum(
+        nodes.is_alone(node) and node.name in forward
+        for node in everything.backward.graph.nodes
+    )
+    assert count > 0
+    own, found = map(planner.proposer.seconds_in, (planner.joint, everything))
+    assert found - own == pytest.approx(again * count, abs=0.05)
+
+
 def test_the_overhead_is_that_of_the_division_that_is_compiled(
     planner: CompiledPlanner,
 ) -> None:
     chosen = planner.solve(int(0.7 * planner.unplanned.peak_bytes))
     joint, _ = planner.traced.lower(chosen.saved, quick=True)
     assert joint is not None
-    own = planner.step.graph.step_seconds
-    step = as_graph(joint, "m", planner.unplanned.kernel_bytes)
-    seconds = step.graph.step_seconds  # too small to get memory anew
-    assert chosen.overhead == pytest.approx(seconds / own - 1)
+    assert chosen.overhead == planner.proposer.overhead_in(joint) > 0
     predicted = chosen.plan.predicted
     assert predicted is not None
     assert predicted.overhead == round(chosen.overhead, 4)

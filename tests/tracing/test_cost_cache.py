@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 import ckplan
 from ckplan.graph.graph import Graph
@@ -25,7 +26,7 @@ from ckplan.tracing.costs.cost_cache import (
     CostCache,
     cost_cache,
 )
-from ckplan.tracing.recording.recording import TensorMeta
+from ckplan.tracing.recording.recording import RawOp, TensorMeta
 
 CPU = torch.device("cpu")
 COST = Cost(3.0, 100, 50, measured=True)
@@ -223,6 +224,49 @@ def test_an_op_never_finds_its_input_in_the_cache(
     assert len(prepared) == copies
     assert ran == [turn % copies for turn in range(len(ran))]
     assert len(ran) == timing._MOST_REPEATS
+
+
+@pytest.mark.parametrize("memory", [timing.Memory.USED, timing.Memory.CACHED])
+def test_an_op_may_be_measured_in_memory_that_it_had(memory: timing.Memory) -> None:
+    def never() -> Callable[[], None]:
+        raise AssertionError("it has its memory")
+
+    ran: list[None] = []
+    job = timing.Job(never, 1, memory)
+    assert timing.time_runs(job, lambda: ran.append(None), CPU) > 0
+    assert len(ran) == timing._MOST_REPEATS
+
+
+def test_costs_in_other_memory_are_others(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A contraction writes where it is told; what cannot, makes a new tensor."""
+    assert folder
+    seconds = iter((1.0, 2.0, 3.0))
+    monkeypatch.setattr(calibrating, "time_runs", lambda *_: next(seconds))
+    cache = cost_cache(CPU)
+    for _ in range(2):
+        found = [
+            calibrating.calibrate([recorded()], CPU, None, cache, memory)[0].seconds
+            for memory in timing.Memory
+        ]
+        assert found == [1.0, 2.0, 3.0]
+    writes = op_arguments.make_writer(recorded(), CPU)
+    assert writes() is writes()
+    makes = op_arguments.make_writer(recorded(torch.ops.aten.add.Tensor), CPU)
+    assert makes() is not makes()
+
+
+def recorded(func: Any = torch.ops.aten.mm.default) -> RawOp:
+    """An op of two matrices."""
+    one = TensorMeta((8, 8), (8, 1), torch.float32)
+    leaves, spec = pytree.tree_flatten(((one, one), {}))
+    nothing: tuple[int, ...] = ()
+    return RawOp(
+        *(func, -1, nothing, nothing, nothing, tuple(leaves), spec, (one,), 1024, 768),
+        accumulates=False,
+        in_grad_mode=False,
+    )
 
 
 @pytest.mark.parametrize(("threads", "seconds"), [(1, 2.0), (2, 7.0)])

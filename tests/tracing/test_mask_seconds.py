@@ -46,20 +46,23 @@ def test_differences_of_what_runs_by_turns_are_the_seconds_of_one_number() -> No
     assert prices.prices_of([noise], 1.0) == MaskSeconds(0.0, 0.0, 0.0)
 
 
-def test_they_are_measured_in_another_process_and_kept(
+def test_they_are_measured_in_another_process_on_three_occasions(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     measuring = child(monkeypatch, tmp_path, TOLD)
-    assert prices.mask_seconds() == MaskSeconds(1e-9, 2e-9, 3e-9)
-    assert prices.mask_seconds() == MaskSeconds(1e-9, 2e-9, 3e-9)
+    usual = MaskSeconds(1e-9, 2e-9, 3e-9)
+    assert prices.mask_seconds() == prices.mask_seconds() == usual
     (code,) = measuring.code
     assert f"main({torch.get_num_threads()})" in code
-    # Another process finds them in the cache.
-    monkeypatch.setattr(prices, "_found", {})
-    assert prices.mask_seconds() == MaskSeconds(1e-9, 2e-9, 3e-9)
+    shortest, found = MaskSeconds(2e-9, 2e-9, 1e-9), list[MaskSeconds]()
+    for told in ("[3e-09, 2e-09, 2e-09]\n", "[2e-09, 2e-09, 1e-09]\n", TOLD):
+        monkeypatch.setattr(prices, "_found", {})  # as in another process
+        measuring.told = told
+        found.append(prices.mask_seconds())
+    assert found == [usual, shortest, shortest]
     cpu = cost_cache(torch.device("cpu"))
-    assert [cpu.known_runs(key) for key in KEYS] == [(1e-9,), (2e-9,), (3e-9,)]
-    assert len(measuring.code) == 1
+    assert cpu.known_runs(KEYS[0]) == (1e-9, 3e-9, 2e-9)
+    assert len(measuring.code) == 3
 
 
 @pytest.mark.parametrize("told", [None, "", "[1e-09]\n", "nothing\n"])
