@@ -34,9 +34,6 @@ from ckplan.training.workload import device_of
 
 Progress: TypeAlias = Callable[[str, int, int], object]
 """Told the stage of the work, the number of items done and their total."""
-_MOST_SIMULATED = 1.25
-"""What is simulated to take more than this share of a budget is replayed only if
-nothing else fits. Replayed peaks are mostly larger than simulated ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,12 +93,11 @@ class CompiledPlanner:
         Raises:
             InfeasibleError: None fits; the smallest replayed peak is named.
         """
-        likely = [one for one in self.candidates if self._may_fit(one, budget_bytes)]
-        found = self._first_within(budget_bytes, likely)
+        found = self._first_within(budget_bytes)
         if found is None:
             _ = [*self.each_replayed(self.candidates)]  # the smallest is told
-            self._is_real(self.smallest.saved)
-            found = self._first_within(budget_bytes, self.candidates)
+            if not self._is_real(self.smallest.saved):
+                found = self._first_within(budget_bytes)
         if found is None:
             raise self._nothing_fits(budget_bytes)
         return found
@@ -189,20 +185,9 @@ class CompiledPlanner:
     def _num_outputs(self) -> int:
         return self.joint.num_outputs
 
-    def _may_fit(self, one: Candidate, budget_bytes: int) -> bool:
-        """Whether a candidate is worth a replay.
-
-        More bytes only add candidates, so that it never costs more to have them.
-        """
-        compared = {way.saved for way in self.proposer.ways.values()}
-        near = one.simulated_peak_bytes <= _MOST_SIMULATED * budget_bytes
-        return near or one.saved in compared
-
-    def _first_within(
-        self, budget_bytes: int, some: Sequence[Candidate]
-    ) -> Chosen | None:
+    def _first_within(self, budget_bytes: int) -> Chosen | None:
         left = budget_bytes - self.unplanned.held_bytes
-        some = [one for one in some if one.saved_bytes <= left]
+        some = [one for one in self.candidates if one.saved_bytes <= left]
         for candidate, found in self.each_replayed(some):
             if found.peak_bytes <= budget_bytes:
                 return self.chosen(candidate, budget_bytes)

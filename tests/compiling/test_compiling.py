@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -308,38 +308,6 @@ def test_torch_s_own_division_comes_before_others_that_cost_nothing(
     first, *others = Proposer(planner.joint, planner.step).candidates
     assert first.saved is None
     assert others
-
-
-def test_what_is_far_above_a_budget_is_replayed_only_if_nothing_else_fits(
-    planner: CompiledPlanner, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    budget_bytes = int(0.7 * planner.unplanned.peak_bytes)
-    chosen = planner.solve(budget_bytes)
-    compared = {one.saved for one in planner.proposer.ways.values()}
-    far = [
-        c for c in planner.candidates if c.simulated_peak_bytes > 1.25 * budget_bytes
-    ]
-    assert far
-    replays: list[Any] = []
-    monkeypatch.setattr(CompiledPlanner, "each_replayed", replays_of(replays))
-    assert planner.solve(budget_bytes) == chosen
-    assert {one.saved for one in far} & {*replays} <= compared
-    # Where all are simulated to take too much, they are replayed as before.
-    found = [replace(one, simulated_peak_bytes=1 << 40) for one in planner.candidates]
-    monkeypatch.setattr(planner, "candidates", tuple(found))
-    again = planner.solve(budget_bytes)
-    assert (again.saved, again.replayed) == (chosen.saved, chosen.replayed)
-
-
-def replays_of(replays: list[Any]) -> Any:
-    """Replays one by one, and notes which."""
-
-    def each(planner: CompiledPlanner, some: Any) -> Iterator[tuple[Any, Any]]:
-        for one in some:
-            replays.append(one.saved)
-            yield one, planner.replayed(one.saved)
-
-    return each
 
 
 def test_contractions_that_run_again_find_what_they_read_in_the_caches(
