@@ -3,9 +3,9 @@
 On a CPU, seconds of contractions and scratch memory of kernels that are not generated
 are measured, and so are random numbers, masks, and moves of bytes; other seconds of
 generated kernels are estimates. Contractions are measured with results in memory that
-the process has: into new memory they take up to half as long again, and generated code
-hands on what it has. Those that backward runs again find in the caches what was just
-made. On a card, both follow from its figures, and nothing runs.
+the process has, as the C library hands out what was freed: into new memory they take up
+to half as long again. Those that backward runs again on what it has just made find that
+in the caches. On a card, both follow from its figures, and nothing runs.
 """
 
 from __future__ import annotations

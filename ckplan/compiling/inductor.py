@@ -167,9 +167,10 @@ def _in_order() -> Iterator[None]:
 
 @contextmanager
 def _frugal(partitioner: Divides | None, how: dict[str, Any]) -> Iterator[None]:
-    """Keep no more alive at a time in a backward that computes values again.
+    """Let less be alive at a time in a backward that computes values again.
 
-    Only near nodes share what they read, and no buffer waits for a later one.
+    Only near nodes share what they read, and no buffer waits for a later one, whatever
+    the options say.
     """
     again = partitioner is not None and partitioner.computes_again
     if not (again and how.get("is_backward")):

@@ -143,7 +143,7 @@ def cached_partitioner(
     """A partitioner whose code Inductor's caches may keep; see ``Partitioner``.
 
     Its key is none of torch or of an older ckplan: what they left there may run kernels
-    in a wrong order, or others of two layers in one.
+    in a wrong order, those of two layers in one, or keep memory for later values.
     """
     text = "\n".join(sorted(saved)) if saved is not None else f"torch's own, {share}"
     text += f"\n{sized.digest}" if sized is not None else ""

@@ -152,7 +152,7 @@ class Proposer:
         kernels = Kernels(half)
         return sum(
             costs.rebuilt(run, kernels)[0]
-            if any(nodes.is_alone(one) and one.name in made_before for one in run)
+            if any(one.name in made_before and _follows(one) for one in run)
             else costs.seconds(run, kernels)[0]
             for run in runs_of(half, self._step.fuses_more)
         )
@@ -172,7 +172,7 @@ class Proposer:
 
     @cached_property
     def _own_seconds(self) -> float:
-        return self._step.graph.step_seconds
+        return self.seconds_in(self._joint)
 
     @cached_property
     def _cuts(self) -> Cuts:
@@ -207,6 +207,12 @@ class Proposer:
             graph = self._joint.module.graph
             self._saved_bytes[saved] = bytes_handed(graph, names)
         return self._saved_bytes[saved]
+
+
+def _follows(node: fx.Node) -> bool:
+    """Whether a node is a contraction of something that its graph has just made."""
+    bases = map(nodes.base_of, node.all_input_nodes)
+    return nodes.is_alone(node) and any(base.op == "call_function" for base in bases)
 
 
 def fused(step: CompiledStep) -> Graph:

@@ -134,8 +134,9 @@ def test_code_that_torch_divides_is_as_torch_generates_it(
 ) -> None:
     planner = planner_of(*masked())
     codes = []
-    for near in (16, 0):
+    for near, config in ((16, inductor.inductor_config), (0, Keeping())):
         monkeypatch.setattr(inductor, "_NEAR", near)
+        monkeypatch.setattr(inductor, "inductor_config", config)
         lowered = code_of(planner, None)
         both = lowered.forward.source, lowered.backward.source
         codes.append([one.partition("\n")[2] for one in both])  # without a number

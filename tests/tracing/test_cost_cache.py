@@ -226,24 +226,57 @@ def test_an_op_never_finds_its_input_in_the_cache(
     assert len(ran) == timing._MOST_REPEATS
 
 
-@pytest.mark.parametrize("memory", [timing.Memory.USED, timing.Memory.CACHED])
-def test_an_op_may_be_measured_in_memory_that_it_had(memory: timing.Memory) -> None:
+@pytest.mark.parametrize(
+    ("memory", "num_bytes"),
+    [(timing.Memory.USED, timing.COLD_BYTES), (timing.Memory.CACHED, 0)],
+)
+def test_an_op_may_be_measured_in_memory_that_it_had(
+    memory: timing.Memory, num_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So many other bytes are written before each run."""
+    written: list[int] = []
+    empty = torch.empty
+
+    def noted(size: int, **how: Any) -> torch.Tensor:
+        written.append(size)
+        return empty(size, **how)
+
     def never() -> Callable[[], None]:
         raise AssertionError("it has its memory")
 
+    monkeypatch.setattr(timing.torch, "empty", noted)
     ran: list[None] = []
     job = timing.Job(never, 1, memory)
     assert timing.time_runs(job, lambda: ran.append(None), CPU) > 0
     assert len(ran) == timing._MOST_REPEATS
+    assert written == [num_bytes]
+
+
+def test_long_ops_are_measured_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[float] = []
+
+    def seconds(*_: object) -> tuple[float, None]:
+        taken.append(0.04)
+        return 0.04, None
+
+    monkeypatch.setattr(timing, "seconds_of", seconds)
+    job = timing.Job(lambda: lambda: None, 1, timing.Memory.CACHED)
+    assert timing.time_runs(job, lambda: None, CPU) == 0.04
+    assert len(taken) == 3
 
 
 def test_costs_in_other_memory_are_others(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A contraction writes where it is told; what cannot, makes a new tensor."""
+    """Only where memory is new does a contraction make a new tensor."""
     assert folder
     seconds = iter((1.0, 2.0, 3.0))
-    monkeypatch.setattr(calibrating, "time_runs", lambda *_: next(seconds))
+
+    def timed(job: timing.Job, run: Callable[[], object], _: object) -> float:
+        assert (run() is run()) == (job.memory is not timing.Memory.NEW)
+        return next(seconds)
+
+    monkeypatch.setattr(calibrating, "time_runs", timed)
     cache = cost_cache(CPU)
     for _ in range(2):
         found = [
@@ -251,16 +284,31 @@ def test_costs_in_other_memory_are_others(
             for memory in timing.Memory
         ]
         assert found == [1.0, 2.0, 3.0]
-    writes = op_arguments.make_writer(recorded(), CPU)
-    assert writes() is writes()
-    makes = op_arguments.make_writer(recorded(torch.ops.aten.add.Tensor), CPU)
-    assert makes() is not makes()
 
 
-def recorded(func: Any = torch.ops.aten.mm.default) -> RawOp:
-    """An op of two matrices."""
-    one = TensorMeta((8, 8), (8, 1), torch.float32)
-    leaves, spec = pytree.tree_flatten(((one, one), {}))
+@pytest.mark.parametrize("name", ["mm", "bmm", "addmm", "baddbmm", "add"])
+def test_what_an_op_writes_into_memory_is_what_it_returns(name: str) -> None:
+    func = getattr(torch.ops.aten, name)
+    overload = func.Tensor if name == "add" else func.default
+    shape = (2, 8, 8) if "b" in name else (8, 8)
+    op = recorded(overload, shape, 3 if name.startswith(("addmm", "baddbmm")) else 2)
+    writes, makes = op_arguments.make_writer(op, CPU), op_arguments.make_runner(op, CPU)
+    found, expected = writes(), makes()
+    assert isinstance(found, torch.Tensor)
+    assert isinstance(expected, torch.Tensor)
+    assert torch.equal(found, expected)
+    assert (writes() is found) == (name != "add")
+
+
+def recorded(
+    func: Any = torch.ops.aten.mm.default,
+    shape: tuple[int, ...] = (8, 8),
+    count: int = 2,
+) -> RawOp:
+    """An op of some equal tensors."""
+    strides = torch.empty(shape).stride()
+    one = TensorMeta(shape, strides, torch.float32)
+    leaves, spec = pytree.tree_flatten(((one,) * count, {}))
     nothing: tuple[int, ...] = ()
     return RawOp(
         *(func, -1, nothing, nothing, nothing, tuple(leaves), spec, (one,), 1024, 768),

@@ -54,12 +54,13 @@ def test_they_are_measured_in_another_process_on_three_occasions(
     assert prices.mask_seconds() == prices.mask_seconds() == usual
     (code,) = measuring.code
     assert f"main({torch.get_num_threads()})" in code
-    shortest, found = MaskSeconds(2e-9, 2e-9, 1e-9), list[MaskSeconds]()
+    found: list[MaskSeconds] = []
     for told in ("[3e-09, 2e-09, 2e-09]\n", "[2e-09, 2e-09, 1e-09]\n", TOLD):
         monkeypatch.setattr(prices, "_found", {})  # as in another process
         measuring.told = told
         found.append(prices.mask_seconds())
-    assert found == [usual, shortest, shortest]
+    assert [one.draw for one in found] == [1e-9, 2e-9, 2e-9]  # of two, the shorter
+    assert [one.read for one in found] == [2e-9, 2e-9, 2e-9]
     cpu = cost_cache(torch.device("cpu"))
     assert cpu.known_runs(KEYS[0]) == (1e-9, 3e-9, 2e-9)
     assert len(measuring.code) == 3

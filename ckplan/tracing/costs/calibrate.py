@@ -8,7 +8,8 @@ the bandwidth and the FLOP rate that other ops reach. Ops in the cost cache are 
 measured again (``cost_cache``).
 
 In a step, other tensors evict an op's inputs from the processor's cache. So several
-copies of the inputs, of ``COLD_BYTES`` together, are used in turn.
+copies of the inputs, of ``COLD_BYTES`` together, are used in turn, and what they make
+is kept: memory is new, as in an uncompiled step. ``Memory`` names other places.
 """
 
 from __future__ import annotations
@@ -214,7 +215,8 @@ def _measure(
 
 def _too_large(key: str, error: BaseException) -> WorkloadError:
     return WorkloadError(
-        f"cannot measure {key.partition('(')[0]}: no memory ({first_line(error)})",
+        f"cannot measure {key.partition('(')[0].rpartition(' ')[2]}: no memory "
+        f"({first_line(error)})",
         needed="memory for the largest op of the step alone",
         hint="close other programs, or make the batch smaller",
     )

@@ -3,8 +3,8 @@
 On a CPU, Inductor draws one number at a time, writes truth values far slower than their
 bytes say, and reads them slowly, too. How slowly differs between machines, and whether
 a mask is kept or drawn again depends on it. So five small functions are compiled, and
-run by turns, in a process of their own: the compiler may be at work in this one. So it
-is on three occasions, of which the shortest counts: what else runs makes them longer.
+run by turns, in a process of their own: the compiler may be at work in this one. The
+first three processes that ask do so; the median of what they find counts.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, fields
 from functools import partial
 from pathlib import Path
-from statistics import median
+from statistics import median, median_low
 
 import torch
 from torch.nn import functional
 
-from ckplan.tracing.costs.cost_cache import cost_cache
+from ckplan.tracing.costs.cost_cache import Cost, cost_cache
 from ckplan.tracing.costs.timing import seconds_of
 
 _CPU = torch.device("cpu")
@@ -58,11 +58,15 @@ def mask_seconds() -> MaskSeconds:
     cache, threads = cost_cache(_CPU), torch.get_num_threads()
     place = cache.path, threads
     if place not in _found:
-        kept = [*zip(*map(cache.known_runs, KEYS), strict=False)]
-        if len(kept) < _OCCASIONS and (new := _measured_apart(threads)) is not None:
-            kept.append(astuple(new))
-            cache.learn_runs(dict(zip(KEYS, zip(*kept, strict=True), strict=True)))
-        _found[place] = MaskSeconds(*min(kept, key=sum)) if kept else ESTIMATED
+        kept = [cache.known_runs(key) for key in KEYS]
+        seconds = [median_low(runs) for runs in kept if runs]
+        few = min(map(len, kept)) < _OCCASIONS
+        if few and (new := _measured_apart(threads)) is not None:
+            costs = (Cost(one, 0, 0, measured=True) for one in astuple(new))
+            learned = cache.learn(dict(zip(KEYS, costs, strict=True)))
+            seconds = [learned[key].seconds for key in KEYS]
+        complete = len(seconds) == len(KEYS)
+        _found[place] = MaskSeconds(*seconds) if complete else ESTIMATED
     return _found[place]
 
 
