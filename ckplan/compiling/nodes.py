@@ -55,9 +55,11 @@ def base_of(node: fx.Node) -> fx.Node:
 
 def num_bytes(node: fx.Node) -> int:
     """Bytes of the tensors of a node's value."""
-    leaves = pytree.tree_leaves(node.meta.get("val"))
-    tensors = (leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
-    return sum(t.numel() * t.element_size() for t in tensors)
+    value = node.meta.get("val")
+    if isinstance(value, torch.Tensor):  # asked often
+        return value.nbytes
+    leaves = pytree.tree_leaves(value)
+    return sum(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor))
 
 
 def name_of_op(node: fx.Node) -> str:

@@ -30,8 +30,9 @@ from ckplan.solving.planner import Planner
 CANDIDATES = 32
 """Budgets, evenly spaced, for which the solver proposes a plan."""
 NEAR_FLOOR = 8
-"""More of them between the two smallest, and as many in the quarter above: there, the
-solver nests regions, which are flattened, and a plan without them is often smaller."""
+"""So many parts has the gap between the two smallest, and so many gaps from there on
+have three each: there, the solver nests regions, which are flattened, so a plan without
+them is often smaller, and replayed peaks of neighbours are far apart."""
 TORCH_BUDGETS = (0.75, 0.5, 0.25, 0.0)
 """Values of torch's ``activation_memory_budget``: what they save is a candidate."""
 WAYS = ("every layer", "everything", *(f"torch, {one:g}" for one in TORCH_BUDGETS))
@@ -241,8 +242,8 @@ def budgets_to_try(low: int, high: int) -> Iterator[int]:
         yield low + (high - low) * place // parts
     for place in range(1, NEAR_FLOOR):
         yield low + (high - low) * place // (parts * NEAR_FLOOR)
-    for place in range(1, NEAR_FLOOR):
-        yield low + (high - low) * place // (4 * NEAR_FLOOR)
+    for place in range(3, 3 * NEAR_FLOOR):
+        yield low + (high - low) * place // (3 * parts)
 
 
 def _cheapest_first(one: Candidate) -> tuple[float, bool, int]:

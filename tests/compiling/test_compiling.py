@@ -283,7 +283,7 @@ def test_budgets_are_closer_near_the_floor() -> None:
     assert (tried[0], tried[-1]) == (1000, 2000)
     gaps = [after - before for before, after in pairwise(tried)]
     assert max(gaps[:7]) <= 10
-    assert max(gaps[:14]) <= 35
+    assert max(gaps[:24]) <= 12
     assert max(gaps) <= 67
 
 
