@@ -312,6 +312,18 @@ def test_a_norm_and_an_mlp_in_one_call_run_in_tiles() -> None:
     assert plan.predicted.peak_bytes < least.peak_bytes - ROWS * HIDDEN * 4
 
 
+@pytest.mark.parametrize("shape", [(96, WIDTH), (192, 4, WIDTH // 4)])
+def test_calls_that_begin_with_a_norm_of_the_batch_are_tested(
+    shape: tuple[int, ...],
+) -> None:
+    blocks = (flat(nn.LayerNorm(WIDTH), WIDTH, HIDDEN) for _ in range(LAYERS))
+    model = nn.Sequential(*[nn.Flatten()][: len(shape) - 2], *blocks)
+    given = model, (torch.randn(shape),)
+    graph = ckplan.profile(*given, loss_fn=loss_of, optimizer="none", replay=False)
+    assert [t.difference for t in graph.tiled] == [0, 0]
+    assert {graph.calls[t.call].module for t in graph.tiled} == {"Sequential"}
+
+
 def test_an_mlp_beside_its_norm_is_taken_without_it() -> None:
     graph = recorded(lambda: norm_first(nn.LayerNorm(WIDTH), wide()))
     calls = [graph.calls[call].fqn for call in row_wise_calls(graph)]

@@ -230,12 +230,13 @@ def _empty(
 
 def _given(graph: Graph, call: int, found: RowOps) -> TensorType:
     """What a call is given: the storage may show another shape than its view."""
-    if found.forward[0] != graph.calls[call].start:  # a norm comes first
-        tensor = graph.storages[graph.calls[call].arguments[0]].tensor
-        assert tensor is not None
-        return tensor
-    tensor = graph.storages[found.hidden].tensor
+    tensor, start = graph.storages[found.hidden].tensor, graph.calls[call].start
     assert tensor is not None
+    if found.forward[0] != start:  # a norm comes first
+        made = graph.calls[call].arguments
+        given = graph.storages[(*made, *graph.ops[start].reads)[0]].tensor
+        assert given is not None
+        return given if made else tensor._replace(dtype=given.dtype)  # of the batch
     if not found.spatial:
         return tensor
     channels = prod(tensor.shape) // (found.rows * prod(found.spatial))
