@@ -56,10 +56,10 @@ def base_of(node: fx.Node) -> fx.Node:
 def num_bytes(node: fx.Node) -> int:
     """Bytes of the tensors of a node's value."""
     value = node.meta.get("val")
-    if isinstance(value, torch.Tensor):  # asked often
-        return value.nbytes
-    leaves = pytree.tree_leaves(value)
-    return sum(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor))
+    # Looking for leaves takes longer than all else, and this is asked often.
+    leaves = (value,) if isinstance(value, torch.Tensor) else pytree.tree_leaves(value)
+    tensors = (leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
+    return sum(t.numel() * t.element_size() for t in tensors)
 
 
 def name_of_op(node: fx.Node) -> str:
