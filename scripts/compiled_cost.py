@@ -69,7 +69,6 @@ ASKED = {"gpt2": {0.5: 0.01, 0.7: 0.04, 0.8: 0.09}}
 ASKED_OF_OTHERS = {0.5: 0.02, 0.7: 0.06}
 NEAR = 0.02  # of the predicted overhead
 DROPPED = 2  # first turns
-REPEATED = 5  # steps without a plan, at most, of which one is to have a value's bits
 HEADERS = (
     *("workload", "freed", "threads", "budget", "replayed", "measured", "bits equal"),
     *("step", "faults", "predicted", "overhead", "quartiles", "least", "asked"),
@@ -82,9 +81,9 @@ class Variant:
     """The compiled step, with a plan or without."""
 
     take: Callable[[], Any]
-    make: Callable[[], list[Any]]  # takes a step: its loss and all gradients
+    make: Callable[[], dict[str, Any]]  # takes a step: its loss and all gradients
     peak_bytes: int = 0
-    values: list[Any] = field(default_factory=list)  # of the first step
+    values: dict[str, Any] = field(default_factory=dict)  # of the first step
     seconds: list[float] = field(default_factory=list)
     faults: list[int] = field(default_factory=list)  # pages that were got anew
 
@@ -181,16 +180,10 @@ def _equal(one: Variant, plain: Variant) -> bool:
 
     With two threads or more, embeddings get their gradients by atomics, in any order.
     """
-    import torch
+    from ckplan.verifying.compiled_runs import names_apart, repeated
 
-    left, others = {*range(len(one.values))}, plain.values
-    for number in range(REPEATED + 1):
-        if number:
-            others = plain.make()
-        left = {at for at in left if not torch.equal(one.values[at], others[at])}
-        if not left:
-            break
-    return not left
+    equal = repeated(one.values, plain.values, plain.make).equal
+    return equal.issuperset(names_apart(one.values, plain.values))
 
 
 def _built(name: str) -> Any:
@@ -214,17 +207,18 @@ def _variant(workload: Any, plan: Any, held_bytes: int) -> Variant:
     from ckplan.compiling.step import compiled_loss
 
     model = workload.model
-    loss = compiled_loss(workload, in_order if plan is None else backend(plan))
+    forward = compiled_loss(workload, in_order if plan is None else backend(plan))
 
     def take() -> Any:
         model.zero_grad(set_to_none=True)
         torch.manual_seed(SEED)
-        found = loss()
+        found = forward()
         found.backward()
         return found.detach()
 
-    def make() -> list[Any]:
-        return [take(), *(parameter.grad for parameter in model.parameters())]
+    def make() -> dict[str, Any]:
+        loss = {"loss": take()}
+        return loss | {name: one.grad for name, one in model.named_parameters()}
 
     one = Variant(take, make)
     one.values = make()
