@@ -29,7 +29,7 @@ from ckplan.solving.reserved_limit import solve_within_limit
 from ckplan.solving.search import solve_each
 from ckplan.solving.solution import Solution, WithoutTiles
 from ckplan.solving.tiled_heads import find_tileable_head
-from ckplan.solving.tiled_rows import find_tileable_rows
+from ckplan.solving.tiled_rows import find_tileable_rows, row_differences
 
 _ROUNDING = 1e-9  # of overheads
 _FASTER = 1e-3  # of the step: what a set of tiles has to save, if it only saves time
@@ -45,11 +45,28 @@ def heads_in_tiles(
     """
     try:
         call, counts = find_tileable_head(graph, close=close)
-    except PlanError:
+    except PlanError as why_no_head:
         if needed:
-            raise
+            raise _nothing_to_tile(graph, why_no_head) from None
         return []
     return [(Region(call, TILES, tiles=one),) for one in counts]
+
+
+def _nothing_to_tile(graph: Graph, head: PlanError) -> PlanError:
+    """Say why neither the head nor any other call can run in tiles."""
+    differences = row_differences(graph)
+    if not differences:
+        return PlanError(
+            f"{head.what}; and no MLP, norm or attention can run in tiles of rows",
+            needed=f"{head.needed}; or one that works on each row apart",
+            hint=head.hint,
+        )
+    return PlanError(
+        f"{head.what}; and tiles of rows give other bits in {len(differences)} MLPs, "
+        f"norms or attentions, by up to {max(differences):.1e} of the largest value",
+        needed=f"{head.needed}; or permission to round in another place",
+        hint="--allow tiles --allow close",
+    )
 
 
 class TilingPlanner:

@@ -248,8 +248,11 @@ def test_away_from_the_peak_only_faster_tiles_are_tried(
 def test_close_tiles_need_to_be_allowed_and_state_their_difference() -> None:
     graph = step()
     far = replace(graph, tiled=tuple(replace(t, difference=2e-6) for t in graph.tiled))
-    with pytest.raises(PlanError, match="cannot tile"):
+    with pytest.raises(PlanError, match="cannot tile") as refused:
         ckplan.solve(far, goal="min-memory", allow=["tiles"])
+    assert "tiles of rows give other bits in 2 MLPs" in refused.value.what
+    assert "by up to 2.0e-06 of the largest value" in refused.value.what
+    assert refused.value.hint == "--allow tiles --allow close"
     plan = ckplan.solve(far, goal="min-memory", allow=["tiles", "close"])
     assert tiled(plan) == [("[1..2].mlp", RowTiles(8, 8, CLOSE_BITS, 2e-6))]
     promised = replace(
@@ -266,6 +269,7 @@ def test_calls_whose_rows_are_not_apart_are_not_offered() -> None:
     assert find_tileable_rows(graph) == ()
     with pytest.raises(PlanError, match=r"cannot tile 2\.mlp\.down#0") as error:
         ckplan.solve(graph, goal="min-memory", allow=["tiles"])
+    assert "no MLP, norm or attention can run in tiles of rows" in error.value.what
     assert str(error.value).count("\n") == 2
 
 
