@@ -29,7 +29,7 @@ from ckplan.solving.reserved_limit import solve_within_limit
 from ckplan.solving.search import solve_each
 from ckplan.solving.solution import Solution, WithoutTiles
 from ckplan.solving.tiled_heads import find_tileable_head
-from ckplan.solving.tiled_rows import find_tileable_rows, row_differences
+from ckplan.solving.tiled_rows import find_tileable_rows
 
 _ROUNDING = 1e-9  # of overheads
 _FASTER = 1e-3  # of the step: what a set of tiles has to save, if it only saves time
@@ -54,7 +54,8 @@ def heads_in_tiles(
 
 def _nothing_to_tile(graph: Graph, head: PlanError) -> PlanError:
     """Say why neither the head nor any other call can run in tiles."""
-    differences = row_differences(graph)
+    every = (one for some in find_tileable_rows(graph, close=True)[-1:] for one in some)
+    differences = [one.tiles.difference for one in every if one.tiles is not None]
     if not differences:
         return PlanError(
             f"{head.what}; and no MLP, norm or attention can run in tiles of rows",

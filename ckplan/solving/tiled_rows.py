@@ -59,12 +59,6 @@ def find_tileable_rows(
     return tuple(dict.fromkeys(map(tuple, (*parts, largest, every))))
 
 
-def row_differences(graph: Graph) -> list[float]:
-    """Of each call that could run in tiles, how far results differ, relative."""
-    calls = (call for call in row_wise_calls(graph) if not runs_whole(graph, call))
-    return [_tiles(graph, call).difference for call in calls]
-
-
 def row_wise_calls(graph: Graph) -> dict[int, RowOps]:
     """Calls that can run in tiles of rows: outermost ones, and all of their module.
 
