@@ -100,6 +100,14 @@ class Partitioner(CustomPartitionerFn):
         """Itself: Inductor copies its options, and fake tensors cannot be copied."""
         return self
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Equal bytes for equal choices in every process: Inductor's caches hash them.
+
+        What ``sized`` is, the key says.
+        """
+        saved = None if self.saved is None else tuple(sorted(self.saved))
+        return Partitioner, (saved, self.key, self.share)
+
     def uuid(self) -> str | None:
         """The identity of the choice."""
         return self.key
