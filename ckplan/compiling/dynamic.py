@@ -97,7 +97,7 @@ def compiled_for(
             _, lowered = traced.lower(chosen.saved, sized=sized)
             assert lowered is not None
         found = replay(lowered, sized.num_outputs)
-        most = chosen.plan.budget_bytes
+        most = chosen.budget_bytes
         more = 0 if most is None else found.peak_bytes - most - beyond
         if more <= 0:
             chosen = replace(chosen, replayed=found)

@@ -7,7 +7,6 @@ what it saves is counted in a third one. Buffers and random state are restored.
 
 from __future__ import annotations
 
-import hashlib
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,8 +25,7 @@ from ckplan.compiling.refusals import (
     place_of,
     refuse_dynamic,
 )
-from ckplan.compiling.replay import replay
-from ckplan.compiling.search import CompiledPlanner, Progress
+from ckplan.compiling.search import CompiledPlanner, Progress, plan_graph
 from ckplan.compiling.torch_errors import (
     ALLOWS_RECURRENT,
     errors_pass,
@@ -40,17 +38,6 @@ from ckplan.errors import ApplyError
 from ckplan.training.failures import first_line
 from ckplan.training.randomness import randomness_restored
 from ckplan.training.workload import device_of, tensors_of
-
-
-def key_of(graph: fx.GraphModule, inputs: Sequence[Any]) -> str:
-    """Equal for equal graphs of Dynamo with inputs of equal shapes."""
-    shapes = [
-        (str(one.dtype), tuple(one.shape), one.stride(), one.requires_grad)
-        if isinstance(one, torch.Tensor)
-        else repr(one)
-        for one in inputs
-    ]
-    return hashlib.sha256(f"{graph.code}{shapes}".encode()).hexdigest()
 
 
 def find_parts(
@@ -160,9 +147,10 @@ class _Seeker:
         with errors_pass():
             check_inputs(inputs, mode, options or {})
             refuse_dynamic(inputs)
-        key = key_of(graph, inputs)
+        traced = DynamoGraph(graph, inputs, dict(options or {}))
+        key = traced.key
         if key not in self.planners and key not in self.uncompiled:
-            self._plan(key, graph, inputs, dict(options or {}))
+            self._plan(traced)
         if key not in self.planners:
             return graph.forward
 
@@ -202,27 +190,18 @@ class _Seeker:
                 self._seen.add(storage_key(tensor))
                 self._kept.append(tensor.detach())
 
-    def _plan(
-        self,
-        key: str,
-        graph: fx.GraphModule,
-        inputs: Sequence[Any],
-        options: dict[str, Any],
-    ) -> None:
-        traced = DynamoGraph(graph, inputs, options)
+    def _plan(self, traced: DynamoGraph) -> None:
+        key = traced.key
         try:
-            joint, lowered = traced.lower(None)
-            if joint is None or lowered is None:
-                return  # it does not train
-            found = replay(lowered, joint.num_outputs)
+            planner = plan_graph(traced, progress=self._progress)
         except Exception as error:  # whatever Inductor cannot lower
             said = f"{type(error).__name__}: {first_line(error)}"
-            self.uncompiled[key] = f"{place_of(graph)}, {said}"
+            self.uncompiled[key] = f"{place_of(traced.module)}, {said}"
             return
-        self.planners[key] = CompiledPlanner(
-            traced, joint, found, progress=self._progress
-        )
-        parameters = [one for one in inputs if isinstance(one, nn.Parameter)]
+        if planner is None:
+            return  # it does not train
+        self.planners[key] = planner
+        parameters = [one for one in traced.inputs if isinstance(one, nn.Parameter)]
         trained = [one for one in parameters if one.requires_grad]
         self.gradient_bytes[key] = _bytes_of(trained, self.device)
         self.trained += trained

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -46,6 +48,17 @@ class DynamoGraph:
     inputs: Sequence[Any]
     options: Mapping[str, Any]  # of Inductor
     sizes: Mapping[Symbol, int] = field(default_factory=dict)  # to replay code at
+
+    @cached_property
+    def key(self) -> str:
+        """Equal for equal graphs with inputs of equal shapes."""
+        shapes = [
+            (str(one.dtype), tuple(one.shape), one.stride(), one.requires_grad)
+            if isinstance(one, torch.Tensor)
+            else repr(one)
+            for one in self.inputs
+        ]
+        return hashlib.sha256(f"{self.module.code}{shapes}".encode()).hexdigest()
 
     def copied(self) -> fx.GraphModule:
         """A copy that Inductor may change; parameters and constants are shared."""

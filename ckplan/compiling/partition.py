@@ -12,7 +12,7 @@ import hashlib
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
@@ -33,6 +33,9 @@ from ckplan.compiling.torch_names import (
     without_duplicates,
 )
 from ckplan.errors import ApplyError
+
+Saved: TypeAlias = frozenset[str] | None
+"""Names of the nodes that forward saves; None: torch's own choice."""
 
 
 @dataclass(frozen=True)
@@ -144,7 +147,7 @@ class Partitioner(CustomPartitionerFn):
 
 
 def cached_partitioner(
-    saved: frozenset[str] | None,
+    saved: Saved,
     share: float | None = None,
     sized: JointGraph | None = None,
 ) -> Partitioner:

@@ -17,6 +17,7 @@ from itertools import combinations
 
 from ckplan import units
 from ckplan.compiling.joining import JoinedStep, Run, join
+from ckplan.compiling.partition import Saved
 from ckplan.compiling.proposing import WAYS, Candidate
 from ckplan.compiling.refusals import check_same_graph, check_within_budget
 from ckplan.compiling.replay import Replayed
@@ -279,7 +280,7 @@ def _options(planner: CompiledPlanner) -> list[_Option]:
     ]
 
 
-def _saving(some: list[_Option], saved: frozenset[str] | None) -> _Option:
+def _saving(some: list[_Option], saved: Saved) -> _Option:
     return next(one for one in some if one.candidate.saved == saved)
 
 

@@ -12,7 +12,7 @@ from torch import fx, nn
 from ckplan import units
 from ckplan.compiling.dynamic import compiled_for, sizes_of, with_sizes
 from ckplan.compiling.eager_code import check_has_no_eager_code, read_wanted
-from ckplan.compiling.finding import find_parts, key_of
+from ckplan.compiling.finding import find_parts
 from ckplan.compiling.lowering import DynamoGraph
 from ckplan.compiling.outside import Outside
 from ckplan.compiling.partition import cached_partitioner
@@ -24,8 +24,7 @@ from ckplan.compiling.refusals import (
     refuse_dynamic,
     trains,
 )
-from ckplan.compiling.replay import replay
-from ckplan.compiling.search import Chosen, CompiledPlanner, Progress
+from ckplan.compiling.search import Chosen, CompiledPlanner, Progress, plan_graph
 from ckplan.compiling.torch_errors import (
     errors_pass,
     require_compiler,
@@ -179,7 +178,7 @@ class Backend:
         """Compile a graph of a step that may break."""
         assert self.parts is not None
         refuse_dynamic(traced.inputs)
-        key = key_of(traced.module, traced.inputs)
+        key = traced.key
         if key in self.parts.uncompiled:
             return traced.module.forward
         if key not in self.shares:
@@ -212,18 +211,15 @@ class Backend:
         if not trains(traced):
             return None
         self._check_is_whole(traced.module)
-        joint, lowered = traced.lower(None)
-        if joint is None or lowered is None:
+        planner = plan_graph(traced, self.model, self._progress, quick=True)
+        if planner is None:
             return None  # no output depends on what requires a gradient
-        unplanned = replay(lowered, joint.num_outputs)
         # what a model sets in its first step often has it compiled anew, unchanged
-        key = joint.digest, str(joint.module.graph), unplanned
-        if key in self._planners:
-            self._planners[key].traced = traced
-        else:
-            given = traced, joint, unplanned, self.model, self._progress
-            self._planners[key] = CompiledPlanner(*given, quick=True)
-        return self._planners[key]
+        joint = planner.joint
+        key = joint.digest, str(joint.module.graph), planner.unplanned
+        known = self._planners.setdefault(key, planner)
+        known.traced = traced
+        return known
 
     def _choose(self, planner: CompiledPlanner, beyond: int = 0) -> Chosen:
         """The plan; the code that runs takes so many bytes beyond what it says."""

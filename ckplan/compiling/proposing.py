@@ -19,7 +19,12 @@ from ckplan.compiling.graph import CompiledStep, as_graph
 from ckplan.compiling.kernels import Kernels
 from ckplan.compiling.layouts import convolutions_to_save, saving
 from ckplan.compiling.outlines import outlined
-from ckplan.compiling.partition import JointGraph, before_gradients, bytes_handed
+from ckplan.compiling.partition import (
+    JointGraph,
+    Saved,
+    before_gradients,
+    bytes_handed,
+)
 from ckplan.compiling.runs import runs_of
 from ckplan.compiling.saved_values import flat, saved_by
 from ckplan.gpus import Gpu
@@ -49,7 +54,7 @@ class Candidate:
     regions: tuple[Region, ...]
     simulated_peak_bytes: int
     overhead: float  # estimated for its division, as a fraction of the unplanned step
-    saved: frozenset[str] | None  # nodes that forward saves; None: torch's own choice
+    saved: Saved
     saved_bytes: int  # of these, at least
 
 
@@ -70,8 +75,8 @@ class Proposer:
         self._step = step
         self._card = card
         self.own = joint.instead  # what forward saves without a plan
-        self._overheads: dict[frozenset[str] | None, float] = {self.own: 0.0}
-        self._saved_bytes: dict[frozenset[str] | None, int] = {}
+        self._overheads: dict[Saved, float] = {self.own: 0.0}
+        self._saved_bytes: dict[Saved, int] = {}
 
     @cached_property
     def planner(self) -> Planner:
@@ -95,7 +100,7 @@ class Proposer:
         Torch's own choice and all ways are among them.
         """
         ways = {one.saved for one in self.ways.values()}
-        found: dict[frozenset[str] | None, Candidate] = {}
+        found: dict[Saved, Candidate] = {}
         smallest = float("inf")
         for one in sorted(self._proposed(), key=_cheapest_first):
             is_promising = one.simulated_peak_bytes <= _MOST_DOMINATED * smallest
@@ -118,7 +123,7 @@ class Proposer:
             self._bytes_saved(saved),
         )
 
-    def overhead_of(self, saved: frozenset[str] | None) -> float:
+    def overhead_of(self, saved: Saved) -> float:
         """Estimated seconds that saving the given values adds, as a fraction.
 
         They are those of that division of the joint graph.
@@ -201,7 +206,7 @@ class Proposer:
     def _fused_planner(self) -> Planner:
         return Planner(fused(self._step))
 
-    def _bytes_saved(self, saved: frozenset[str] | None) -> int:
+    def _bytes_saved(self, saved: Saved) -> int:
         if saved not in self._saved_bytes:
             inputs = self._joint.backward.graph.find_nodes(op="placeholder")
             names = {one.name for one in inputs} if saved is None else saved

@@ -4,7 +4,7 @@ The simulator proposes: it knows the ops of the joint graph, but not which buffe
 Inductor reuses. The replay of the generated code decides. So the candidates are the
 non-dominated plans of the solver, a fixed list that no budget changes, and a budget
 gets the cheapest candidate whose replayed peak is within it. More budget allows more
-candidates, so it never costs more.
+candidates, so it never costs more. All that is found is kept on disk.
 """
 
 from __future__ import annotations
@@ -12,16 +12,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import TypeAlias
 
 from ckplan import units
+from ckplan.compiling import plan_cache
 from ckplan.compiling.graph import CompiledStep, as_graph
 from ckplan.compiling.lowering import DynamoGraph, Lowered
-from ckplan.compiling.partition import JointGraph
+from ckplan.compiling.partition import JointGraph, Saved
+from ckplan.compiling.plan_cache import Known
 from ckplan.compiling.proposing import Candidate, Proposer
 from ckplan.compiling.refusals import check_same_graph, check_within_budget
-from ckplan.compiling.replay import Replayed, replay, replay_known
-from ckplan.compiling.side_by_side import most_at_once, side_by_side
+from ckplan.compiling.replay import Replayed, replay
+from ckplan.compiling.replays import Replays
 from ckplan.errors import InfeasibleError
 from ckplan.gpus import Gpu
 from ckplan.plan.plan import Plan, Prediction, plan_fingerprint
@@ -36,16 +39,55 @@ Progress: TypeAlias = Callable[[str, int, int], object]
 """Told the stage of the work, the number of items done and their total."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Chosen:
     """A plan for compiled code, and its replayed peak."""
 
-    plan: Plan
-    saved: frozenset[str] | None
+    budget_bytes: int | None
+    saved: Saved
     replayed: Replayed
     unplanned: Replayed
     overhead: float  # estimated for what is saved, whatever the plan's file says
     regions: tuple[Region, ...]
+    describe: Callable[[], Plan]
+
+    @cached_property
+    def plan(self) -> Plan:
+        """The plan, in the names of the step."""
+        return self.describe()
+
+
+def plan_graph(
+    traced: DynamoGraph,
+    model: str = "model",
+    progress: Progress | None = None,
+    quick: bool = False,
+) -> CompiledPlanner | None:
+    """Make the planner of a graph, with what is known of it from before.
+
+    Args:
+        traced: The graph of Dynamo.
+        model: Name of the model.
+        progress: Told of the work.
+        quick: See ``CompiledPlanner``.
+
+    Returns:
+        None if nothing requires a gradient.
+
+    Raises:
+        ApplyError: Its code cannot be replayed.
+    """
+    path = plan_cache.path_of(traced)
+    how = model, progress, quick, path
+    if path is not None and path.exists():
+        joint = traced.trace()
+        known = None if joint is None else plan_cache.read(path, joint)
+        if joint is not None and known is not None:
+            return CompiledPlanner(traced, joint, known.unplanned, *how, known)
+    joint, lowered = traced.lower(None)
+    if joint is None or lowered is None:
+        return None
+    return CompiledPlanner(traced, joint, replay(lowered, joint.num_outputs), *how)
 
 
 class CompiledPlanner:
@@ -59,6 +101,8 @@ class CompiledPlanner:
         model: str = "model",
         progress: Progress | None = None,
         quick: bool = False,
+        path: Path | None = None,
+        known: Known | None = None,
     ) -> None:
         """Plan one step.
 
@@ -69,19 +113,43 @@ class CompiledPlanner:
             model: Name of the model.
             progress: Told of the work.
             quick: Replay code that is not vectorized. ``check`` what is compiled then.
+            path: Of a file to keep what is found; see ``plan_cache.py``.
+            known: What is known from before.
         """
         self.traced = traced
         self.joint = joint
-        self.unplanned = unplanned
         self.device = device_of(traced.inputs)
-        card = None if self.device == CPU else local_card(self.device)
-        self.step = _step_of(joint, model, unplanned, card)
+        self._card = None if self.device == CPU else local_card(self.device)
+        self._model = model
         self._progress = progress
-        self._quick = quick
-        self.proposer = Proposer(joint, self.step, card)
-        own = self.proposer.own
-        self._replayed: dict[frozenset[str] | None, Replayed] = {own: unplanned}
-        self._real = dict(self._replayed)  # of code that is, or would be, compiled
+        self._path = path
+        self._fuses_more: bool | None = None
+        self._candidates: tuple[Candidate, ...] | None = None
+        real = {joint.instead: unplanned}
+        given = joint.num_outputs, self._lowered, self._remember, quick
+        self.replays = Replays(*given, dict(real), real)
+        if known is not None:
+            self._fuses_more, self._candidates = known.fuses_more, known.candidates
+            kept = known.replayed if quick else known.real_ones
+            self.replays = Replays(*given, dict(kept), {}, known.real)
+
+    @property
+    def unplanned(self) -> Replayed:
+        """The replay of the code that torch's own choice gives."""
+        return self.replays.of(self.joint.instead)
+
+    @cached_property
+    def step(self) -> CompiledStep:
+        """The step as a ``Graph``."""
+        given = self.joint, self._model, self.unplanned, self._card, self._fuses_more
+        found = _step_of(*given)
+        self._fuses_more = found.fuses_more
+        return found
+
+    @cached_property
+    def proposer(self) -> Proposer:
+        """Proposes plans, and estimates what they cost."""
+        return Proposer(self.joint, self.step, self._card)
 
     def solve(self, budget_bytes: int) -> Chosen:
         """Find the cheapest candidate whose replayed peak is within a budget.
@@ -96,7 +164,7 @@ class CompiledPlanner:
         found = self._first_within(budget_bytes)
         if found is None:
             _ = [*self.each_replayed(self.candidates)]  # the smallest is told
-            if not self._is_real(self.smallest.saved):
+            if not self.replays.is_real(self.smallest.saved):
                 found = self._first_within(budget_bytes)
         if found is None:
             raise self._nothing_fits(budget_bytes)
@@ -111,13 +179,13 @@ class CompiledPlanner:
             chosen: The plan.
             lowered: The code; None if it is to be generated for this.
         """
-        return self._is_real(chosen.saved, lowered)
+        return self.replays.is_real(chosen.saved, lowered)
 
     @property
     def smallest(self) -> Candidate:
         """The candidate with the smallest replayed peak, of those replayed."""
-        known = [one for one in self.candidates if one.saved in self._replayed]
-        return min(known, key=lambda one: self._replayed[one.saved].peak_bytes)
+        known = [one for one in self.candidates if one.saved in self.replays.found]
+        return min(known, key=lambda one: self.replays.found[one.saved].peak_bytes)
 
     def named(self, plan: Plan) -> Candidate:
         """Find the values that a plan saves.
@@ -141,16 +209,14 @@ class CompiledPlanner:
         """
         one = self.named(plan)
         saved = one.saved
-        self._is_real(saved, lowered)
+        self.replays.is_real(saved, lowered)
         found = self.replayed(saved)
         check_within_budget(plan, found.peak_bytes)
-        return Chosen(plan, saved, found, self.unplanned, one.overhead, one.regions)
+        return self._chosen(one, plan.budget_bytes, lambda: plan)
 
-    def replayed(self, saved: frozenset[str] | None) -> Replayed:
+    def replayed(self, saved: Saved) -> Replayed:
         """The replayed step with the given values saved."""
-        if saved not in self._replayed:
-            self._replayed[saved] = replay(self._lowered(saved), self._num_outputs)
-        return self._replayed[saved]
+        return self.replays.of(saved)
 
     def each_replayed(
         self, some: Sequence[Candidate]
@@ -159,31 +225,12 @@ class CompiledPlanner:
         for place, one in enumerate(some):
             if self._progress is not None:
                 self._progress("replaying generated code", place, len(some))
-            if one.saved not in self._replayed:
-                self._replay_side_by_side([other.saved for other in some[place:]])
-            yield one, self.replayed(one.saved)
+            yield one, self.replays.of_first([other.saved for other in some[place:]])
 
-    def _replay_side_by_side(self, some: Sequence[frozenset[str] | None]) -> None:
-        """Replay the first, and meanwhile others that are not yet, if that can be."""
-        first, *others = (one for one in some if one not in self._replayed)
-        others = others[: most_at_once() - 1]
-        found = side_by_side(self._known, others, lambda: self.replayed(first))
-        for saved, replayed in zip(others, found, strict=True):
-            if replayed is not None:
-                self._replayed[saved] = replayed
-
-    def _known(self, saved: frozenset[str] | None) -> Replayed | None:
-        """A replay; None where that would have to measure kernels first."""
-        return replay_known(self._lowered(saved), self._num_outputs)
-
-    def _lowered(self, saved: frozenset[str] | None) -> Lowered:
-        _, lowered = self.traced.lower(saved, quick=self._quick)
+    def _lowered(self, saved: Saved, quick: bool) -> Lowered:
+        _, lowered = self.traced.lower(saved, quick=quick)
         assert lowered is not None
         return lowered
-
-    @property
-    def _num_outputs(self) -> int:
-        return self.joint.num_outputs
 
     def _first_within(self, budget_bytes: int) -> Chosen | None:
         left = budget_bytes - self.unplanned.held_bytes
@@ -193,57 +240,68 @@ class CompiledPlanner:
                 return self.chosen(candidate, budget_bytes)
         return None
 
-    def _is_real(
-        self, saved: frozenset[str] | None, lowered: Lowered | None = None
-    ) -> bool:
-        """Whether the code that runs takes what was replayed; if not, forget the rest.
+    def _remember(self) -> None:
+        """Keep what was found for the next start."""
+        if self._path is not None:
+            known = Known(
+                plan_cache.digest_of(self.joint),
+                self._fuses_more,
+                self.unplanned,
+                self._candidates,
+                self.replays.found,
+                self.replays.trusted | self.replays.real.keys(),
+            )
+            plan_cache.write(self._path, known)
 
-        Args:
-            saved: What forward saves.
-            lowered: The code that runs; None: it is generated.
-        """
-        if not self._quick or saved in self._real:
-            return True
-        if lowered is None:
-            _, lowered = self.traced.lower(saved)
-            assert lowered is not None
-        found = replay(lowered, self._num_outputs)
-        self._real[saved] = found
-        if self._replayed.setdefault(saved, found) == found:
-            return True
-        self._quick = False
-        self._replayed = dict(self._real)
-        return False
-
-    @cached_property
+    @property
     def candidates(self) -> tuple[Candidate, ...]:
         """All plans that a budget may get, flattened, the cheapest first."""
-        if self._progress is not None:
-            self._progress("solving", 0, 0)
-        return self.proposer.candidates
+        if self._candidates is None:
+            if self._progress is not None:
+                self._progress("solving", 0, 0)
+            self._candidates = self.proposer.candidates
+            self._remember()
+        return self._candidates
 
     def chosen(self, one: Candidate, budget_bytes: int | None = None) -> Chosen:
         """A candidate as a plan; by default, its budget is what it takes."""
         found = self.replayed(one.saved)
         if budget_bytes is None:
             budget_bytes = found.peak_bytes
-        graph = self.step.graph
-        plan = Plan(
-            model=graph.model,
-            fingerprint=plan_fingerprint(graph.fingerprint),
-            budget_bytes=budget_bytes,
-            predicted=Prediction(
-                peak_bytes=found.peak_bytes,
-                peak_at=found.peak_at,
-                overhead=one.overhead,
-                unplanned_peak_bytes=self.unplanned.peak_bytes,
-            ),
-            regions=describe(graph, one.regions),
+        unplanned_peak_bytes = self.unplanned.peak_bytes
+
+        def plan() -> Plan:
+            graph = self.step.graph
+            return Plan(
+                model=graph.model,
+                fingerprint=plan_fingerprint(graph.fingerprint),
+                budget_bytes=budget_bytes,
+                predicted=Prediction(
+                    peak_bytes=found.peak_bytes,
+                    peak_at=found.peak_at,
+                    overhead=one.overhead,
+                    unplanned_peak_bytes=unplanned_peak_bytes,
+                ),
+                regions=describe(graph, one.regions),
+            )
+
+        return self._chosen(one, budget_bytes, plan)
+
+    def _chosen(
+        self, one: Candidate, budget_bytes: int | None, describe: Callable[[], Plan]
+    ) -> Chosen:
+        return Chosen(
+            budget_bytes,
+            one.saved,
+            self.replayed(one.saved),
+            self.unplanned,
+            one.overhead,
+            one.regions,
+            describe,
         )
-        return Chosen(plan, one.saved, found, self.unplanned, one.overhead, one.regions)
 
     def _nothing_fits(self, budget_bytes: int) -> InfeasibleError:
-        smallest = min(one.peak_bytes for one in self._replayed.values())
+        smallest = min(one.peak_bytes for one in self.replays.found.values())
         budget, floor = map(units.format_bytes, (budget_bytes, smallest))
         return InfeasibleError(
             f"no plan fits {budget} in compiled code",
@@ -253,15 +311,23 @@ class CompiledPlanner:
 
 
 def _step_of(
-    joint: JointGraph, model: str, unplanned: Replayed, card: Gpu | None
+    joint: JointGraph,
+    model: str,
+    unplanned: Replayed,
+    card: Gpu | None,
+    fuses_more: bool | None,
 ) -> CompiledStep:
     """The step whose simulated peak is nearer to the replayed one, of two ways.
 
-    For a card, that of ``elsewhere.py``, so that a plan made there names the same ops.
+    Which one, may be known. For a card, that of ``elsewhere.py``, so that a plan made
+    there names the same ops.
     """
     given = joint, model, unplanned.kernel_bytes
     if card is not None:
         return as_graph(*given, gpu=card)
+
+    if fuses_more is not None:
+        return as_graph(*given, fuses_more=fuses_more)
 
     def far(one: CompiledStep) -> int:
         return abs(Simulator(one.graph).run(()).peak_bytes - unplanned.peak_bytes)

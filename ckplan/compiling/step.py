@@ -17,8 +17,7 @@ from ckplan.compiling.finding import find_parts, run_uncompiled
 from ckplan.compiling.lowering import DynamoGraph
 from ckplan.compiling.parts import Parts, only
 from ckplan.compiling.planned_backend import Backend
-from ckplan.compiling.replay import replay
-from ckplan.compiling.search import CompiledPlanner, Progress
+from ckplan.compiling.search import CompiledPlanner, Progress, plan_graph
 from ckplan.compiling.torch_errors import (
     compile_errors,
     errors_pass,
@@ -245,11 +244,9 @@ def _alone(
     def only_trace(graph: fx.GraphModule, inputs: Sequence[Any]) -> Any:
         with errors_pass():
             traced = DynamoGraph(graph, inputs, {})
-            joint, lowered = traced.lower(None)
-            if joint is not None and lowered is not None:
-                unplanned = replay(lowered, joint.num_outputs)
-                given = traced, joint, unplanned, model, progress
-                found.append(CompiledPlanner(*given, quick=True))
+            planner = plan_graph(traced, model, progress, quick=True)
+            if planner is not None:
+                found.append(planner)
             return graph.forward
 
     compiled_loss(workload, only_trace)()

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
 import warnings
 from collections.abc import Iterator
 
 import pytest
 import torch
 from torch._inductor import config, cpu_vec_isa
+
+from ckplan.tracing.costs.cost_cache import cache_folder
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -28,5 +31,8 @@ def _own_caches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _nothing_compiled() -> None:
-    """Begin every test without code that Dynamo compiled before."""
+    """Begin every test without code and plans that others have made."""
     torch._dynamo.reset()
+    folder = cache_folder()
+    assert folder is not None
+    shutil.rmtree(folder / "compiled", ignore_errors=True)

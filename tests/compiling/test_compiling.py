@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -29,14 +29,22 @@ from torch._inductor.exc import CppCompileError
 from two_ranks import run_two
 
 import ckplan
-from ckplan.compiling import lowering, nodes, planned_backend, search, workspaces
+from ckplan.compiling import (
+    lowering,
+    nodes,
+    replays,
+    search,
+    workspaces,
+)
 from ckplan.compiling.costs import CpuCosts
 from ckplan.compiling.graph import as_graph
 from ckplan.compiling.lowering import Code, DynamoGraph, Lowered, in_order
 from ckplan.compiling.outlines import outlined
 from ckplan.compiling.outside import Outside
+from ckplan.compiling.partition import Saved
 from ckplan.compiling.proposing import Proposer, budgets_to_try
-from ckplan.compiling.replay import replay, replay_known
+from ckplan.compiling.replay import Replayed, replay, replay_known
+from ckplan.compiling.replays import Replays
 from ckplan.compiling.search import Chosen, CompiledPlanner
 from ckplan.compiling.step import compiled_loss
 from ckplan.compiling.torch_names import PRIMALS, TANGENTS
@@ -121,7 +129,7 @@ def watched() -> tuple[Ran, Chosen, Watched]:
 
     backend = ckplan.backend("70%")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(planned_backend, "CompiledPlanner", watch)
+        patch.setattr(search, "CompiledPlanner", watch)
         found = ran(backend)
     (chosen,) = backend.chosen  # never compiled again
     return found, chosen, made[0]
@@ -210,6 +218,11 @@ def test_code_that_is_only_replayed_has_the_bytes_of_code_that_runs(
     assert found == chosen.replayed
 
 
+def having(planner: CompiledPlanner, real: Mapping[Saved, Replayed]) -> Replays:
+    """Replays of a planner's graph of which some are known, as of code that runs."""
+    return replace(planner.replays, found=dict(real), real=dict(real))
+
+
 def test_what_saves_more_than_a_budget_leaves_is_not_replayed(
     planner: CompiledPlanner,
 ) -> None:
@@ -219,7 +232,7 @@ def test_what_saves_more_than_a_budget_leaves_is_not_replayed(
     budget_bytes = min(one.peak_bytes for one in found.values())
     left = budget_bytes - planner.unplanned.held_bytes
     other = copy.copy(planner)
-    other._replayed = dict(planner._real)
+    other.replays = having(planner, planner.replays.real)
     solved = other.solve(budget_bytes)
     fitting = [
         c for c in planner.candidates if found[c.saved].peak_bytes <= budget_bytes
@@ -227,14 +240,14 @@ def test_what_saves_more_than_a_budget_leaves_is_not_replayed(
     assert solved.saved == fitting[0].saved
     saving_more = {c.saved for c in planner.candidates if c.saved_bytes > left}
     assert saving_more - {None}
-    assert not saving_more & {*other._replayed} - {None}
+    assert not saving_more & {*other.replays.found} - {None}
 
 
 def test_plans_that_several_processes_replay_are_those_of_one(
     planner: CompiledPlanner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = copy.copy(planner)
-    other._replayed = dict(planner._real)
+    other.replays = having(planner, planner.replays.real)
     lowered: list[object] = []
     lower = DynamoGraph.lower
 
@@ -242,7 +255,7 @@ def test_plans_that_several_processes_replay_are_those_of_one(
         lowered.append(args)
         return lower(self, *args, **kwargs)
 
-    monkeypatch.setattr(search, "most_at_once", lambda: 3)
+    monkeypatch.setattr(replays, "most_at_once", lambda: 3)
     monkeypatch.setattr(DynamoGraph, "lower", counted)
     found = {c.saved: one for c, one in other.each_replayed(planner.candidates)}
     assert 3 * len(lowered) <= len(found) + 3  # here, one of three
@@ -267,8 +280,8 @@ def test_a_plan_is_made_again_if_the_code_that_runs_takes_other_bytes(
     right = planner.replayed(saved)
     wrong = replace(right, backward_peak_bytes=right.backward_peak_bytes - 8)
     other = copy.copy(planner)  # has replayed nothing but this, and that wrongly
-    other._real = {None: planner.unplanned}
-    other._replayed = {**other._real, saved: wrong}
+    other.replays = having(planner, {None: planner.unplanned, saved: wrong})
+    del other.replays.real[saved]
     chosen = other.solve(right.peak_bytes)
     assert chosen.replayed == wrong
     assert not other.check(chosen, None)

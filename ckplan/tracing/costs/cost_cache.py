@@ -157,13 +157,13 @@ class CostCache:
 
 def cost_cache(device: torch.device, *, fresh: bool = False) -> CostCache:
     """The cost cache of a local device under this process's settings."""
-    machine = json.dumps(_machine(device), sort_keys=True)
+    machine = json.dumps(machine_of(device), sort_keys=True)
     name = f"costs-{device.type}-{_digest(machine)[:16]}.json"
-    folder = _folder()
+    folder = cache_folder()
     return CostCache(folder and folder / name, fresh)
 
 
-def _folder() -> Path | None:
+def cache_folder() -> Path | None:
     """The cache folder; None if the home folder is not known."""
     named = os.environ.get(FOLDER_VARIABLE)
     base = os.environ.get("XDG_CACHE_HOME")
@@ -175,7 +175,7 @@ def _folder() -> Path | None:
         return None
 
 
-def _machine(device: torch.device) -> dict[str, Any]:
+def machine_of(device: torch.device) -> dict[str, Any]:
     """Settings that seconds and workspaces depend on, besides the op."""
     found: dict[str, Any] = {"torch": torch.__version__, "device": _processor()}
     found["matmul"] = torch.get_float32_matmul_precision()
