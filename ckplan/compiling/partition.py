@@ -18,6 +18,7 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from ckplan.compiling import nodes
+from ckplan.compiling.own_code import digest_of_own_code
 from ckplan.compiling.sums import compute_apart, sums_that_wait
 from ckplan.compiling.torch_names import (
     IN_FORWARD,
@@ -153,13 +154,14 @@ def cached_partitioner(
 ) -> Partitioner:
     """A partitioner whose code Inductor's caches may keep; see ``Partitioner``.
 
-    Its key is none of torch or of an older ckplan: what they left there may run kernels
+    Its key is none of torch or of another ckplan: what they left there may run kernels
     in a wrong order, those of two layers in one, or keep memory for later values.
     """
     text = "\n".join(sorted(saved)) if saved is not None else f"torch's own, {share}"
     text += f"\n{sized.digest}" if sized is not None else ""
+    text += f"\n{digest_of_own_code()}"
     digest = hashlib.sha256(text.encode()).hexdigest()
-    return Partitioner(saved, f"ckplan in order, near, freed {digest}", share, sized)
+    return Partitioner(saved, f"ckplan {digest}", share, sized)
 
 
 def divide(

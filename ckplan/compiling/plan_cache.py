@@ -14,13 +14,13 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 from ckplan import files
 from ckplan.compiling import nodes
 from ckplan.compiling.lowering import DynamoGraph
+from ckplan.compiling.own_code import digest_of_own_code
 from ckplan.compiling.partition import JointGraph, Saved
 from ckplan.compiling.proposing import Candidate
 from ckplan.compiling.replay import Replayed
@@ -58,7 +58,7 @@ def path_of(graph: DynamoGraph) -> Path | None:
         return None
     settings = (
         graph.key,
-        _source_digest(),
+        digest_of_own_code(),
         sorted(machine_of(device_of(graph.inputs)).items()),
         sorted((name, repr(value)) for name, value in graph.options.items()),
         inductor_config.get_hash(),
@@ -155,12 +155,3 @@ def _remove_old(folder: Path) -> None:
         with suppress(OSError):
             if path.stat().st_mtime < oldest:
                 path.unlink()
-
-
-@cache
-def _source_digest() -> str:
-    """Equal for equal code of ckplan: other code proposes other plans."""
-    found = hashlib.sha256()
-    for path in sorted(Path(files.__file__).parent.rglob("*.py")):
-        found.update(path.read_bytes())
-    return found.hexdigest()

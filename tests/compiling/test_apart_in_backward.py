@@ -17,8 +17,8 @@ from ckplan.compiling.lowering import Lowered
 from ckplan.compiling.proposing import Candidate
 from ckplan.compiling.replay import Replayed, replay
 from ckplan.compiling.search import CompiledPlanner
-from ckplan.plan.region import Region
 from ckplan.compiling.torch_names import PRIMALS, TANGENTS
+from ckplan.plan.region import Region
 
 ROWS, WIDTH, HIDDEN, WORDS, WIDE = 64, 32, 512, 256, 90
 LOGITS = 4 * 4 * ROWS * WORDS  # bytes
