@@ -2,12 +2,13 @@
 
 Each way runs in a process of its own, with an empty cache of Inductor's and without its
 workers. A layer is compiled before, and masks are timed: what Inductor and ckplan find
-out once on a machine does not count. Then the model's first step is taken, forward and backward, and the CPU seconds of this
-process and of the C++ compilers that it ran are counted. "Torch" compiles without a
-plan, "budget" plans within 75 % and compiles, "plan" follows the plan of that, which it
-replays. "Solve" is what "budget" takes longer than "plan". "Again" is the next start,
-with what the first has left in the caches of Inductor and of ckplan; "plan" has none of
-these. CPU seconds hardly depend on what else a machine does.
+out once on a machine does not count. Then the model's first step is taken, forward and
+backward, and the CPU seconds of this process and of the C++ compilers that it ran are
+counted. "Torch" compiles without a plan, "budget" plans within 75 % and compiles,
+"plan" follows the plan of that, which it replays. "Solve" is what "budget" takes longer
+than "plan". "Again" is the next start, with what the first has left in the caches of
+Inductor and of ckplan; "plan" has none of these. CPU seconds hardly depend on what else
+a machine does.
 
     python scripts/compiled_seconds.py
     python scripts/compiled_seconds.py --only gpt2
