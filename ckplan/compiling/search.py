@@ -125,10 +125,11 @@ class CompiledPlanner:
         self._path = path
         self._fuses_more: bool | None = None
         self._candidates: tuple[Candidate, ...] | None = None
-        real = {joint.instead: unplanned}
         given = joint.num_outputs, self._lowered, self._remember, quick
-        self.replays = Replays(*given, dict(real), real)
-        if known is not None:
+        if known is None:
+            real = {joint.instead: unplanned}
+            self.replays = Replays(*given, dict(real), real)
+        else:
             self._fuses_more, self._candidates = known.fuses_more, known.candidates
             kept = known.replayed if quick else known.real_ones
             self.replays = Replays(*given, dict(kept), {}, known.real)
@@ -240,11 +241,15 @@ class CompiledPlanner:
                 return self.chosen(candidate, budget_bytes)
         return None
 
+    @cached_property
+    def _digest(self) -> str:
+        return plan_cache.digest_of(self.joint)
+
     def _remember(self) -> None:
         """Keep what was found for the next start."""
         if self._path is not None:
             known = Known(
-                plan_cache.digest_of(self.joint),
+                self._digest,
                 self._fuses_more,
                 self.unplanned,
                 self._candidates,
