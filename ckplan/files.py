@@ -1,10 +1,12 @@
-"""Read and write files; writes are atomic."""
+"""Read and write files; writes are atomic. Which source this is."""
 
 from __future__ import annotations
 
+import hashlib
 import os
 import secrets
 import shutil
+from functools import cache
 from pathlib import Path
 
 from ckplan.errors import CkplanError, did_you_mean
@@ -69,6 +71,21 @@ def newest(folder: str | Path, pattern: str) -> Path | None:
     """Return the most recently changed file that matches a pattern, if any."""
     files = [path for path in Path(folder).glob(pattern) if path.is_file()]
     return max(files, key=lambda path: (path.stat().st_mtime_ns, path), default=None)
+
+
+@cache
+def source_digest(folder: str = "") -> str:
+    """Digest of the source of ckplan, or of a folder of it.
+
+    What is kept on disk says with it which code it is of. Without source, the version
+    stands for it.
+    """
+    from ckplan import __version__
+
+    found = hashlib.sha256(__version__.encode())
+    for path in sorted(Path(__file__).parent.joinpath(folder).rglob("*.py")):
+        found.update(path.read_bytes())
+    return found.hexdigest()
 
 
 def _write_whole(target: Path, data: bytes, *, force: bool) -> None:

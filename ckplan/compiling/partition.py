@@ -18,7 +18,6 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from ckplan.compiling import nodes
-from ckplan.compiling.own_code import digest_of_own_code
 from ckplan.compiling.sums import compute_apart, sums_that_wait
 from ckplan.compiling.torch_names import (
     IN_FORWARD,
@@ -34,6 +33,7 @@ from ckplan.compiling.torch_names import (
     without_duplicates,
 )
 from ckplan.errors import ApplyError
+from ckplan.files import source_digest
 
 Saved: TypeAlias = frozenset[str] | None
 """Names of the nodes that forward saves; None: torch's own choice."""
@@ -159,7 +159,7 @@ def cached_partitioner(
     """
     text = "\n".join(sorted(saved)) if saved is not None else f"torch's own, {share}"
     text += f"\n{sized.digest}" if sized is not None else ""
-    text += f"\n{digest_of_own_code()}"
+    text += f"\n{source_digest()}"
     digest = hashlib.sha256(text.encode()).hexdigest()
     return Partitioner(saved, f"ckplan {digest}", share, sized)
 

@@ -20,7 +20,6 @@ from typing import Any
 from ckplan import files
 from ckplan.compiling import nodes
 from ckplan.compiling.lowering import DynamoGraph
-from ckplan.compiling.own_code import digest_of_own_code
 from ckplan.compiling.partition import JointGraph, Saved
 from ckplan.compiling.proposing import Candidate
 from ckplan.compiling.replay import Replayed
@@ -40,7 +39,6 @@ class Known:
 
     joint: str  # digest of it
     fuses_more: bool | None  # which of two graphs simulates it; None: not known yet
-    unplanned: Replayed
     candidates: tuple[Candidate, ...] | None  # None: not proposed yet
     replayed: Mapping[Saved, Replayed]
     real: frozenset[Saved]  # of these, replayed from the very code that runs
@@ -58,7 +56,7 @@ def path_of(graph: DynamoGraph) -> Path | None:
         return None
     settings = (
         graph.key,
-        digest_of_own_code(),
+        files.source_digest(),
         sorted(machine_of(device_of(graph.inputs)).items()),
         sorted((name, repr(value)) for name, value in graph.options.items()),
         inductor_config.get_hash(),
@@ -98,7 +96,6 @@ def write(path: Path, known: Known) -> None:
         "made": time.time(),
         "joint": known.joint,
         "fuses_more": known.fuses_more,
-        "unplanned": asdict(known.unplanned),
         "names": names,
         "saved": [_places(saved, number) for saved in kept],
         "replayed": [asdict(one) for one in known.replayed.values()],
@@ -132,7 +129,6 @@ def _known(content: Mapping[str, Any]) -> Known:
     return Known(
         content["joint"],
         content["fuses_more"],
-        Replayed(**content["unplanned"]),
         None if rows is None else tuple(_candidate(row, kept) for row in rows),
         dict(zip(kept, replayed, strict=False)),
         frozenset(kept[place] for place in content["real"]),

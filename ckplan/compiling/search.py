@@ -83,7 +83,8 @@ def plan_graph(
         joint = traced.trace()
         known = None if joint is None else plan_cache.read(path, joint)
         if joint is not None and known is not None:
-            return CompiledPlanner(traced, joint, known.unplanned, *how, known)
+            unplanned = known.replayed[joint.instead]
+            return CompiledPlanner(traced, joint, unplanned, *how, known)
     joint, lowered = traced.lower(None)
     if joint is None or lowered is None:
         return None
@@ -251,7 +252,6 @@ class CompiledPlanner:
             known = Known(
                 self._digest,
                 self._fuses_more,
-                self.unplanned,
                 self._candidates,
                 self.replays.found,
                 self.replays.trusted | self.replays.real.keys(),

@@ -18,6 +18,7 @@ from compiled import (
     Deep,
     Steps,
     Trained,
+    count_lowered,
     deep,
     planner_of,
     run_steps,
@@ -38,7 +39,7 @@ from ckplan.compiling import (
 )
 from ckplan.compiling.costs import CpuCosts
 from ckplan.compiling.graph import as_graph
-from ckplan.compiling.lowering import Code, DynamoGraph, Lowered, in_order
+from ckplan.compiling.lowering import Code, Lowered, in_order
 from ckplan.compiling.outlines import outlined
 from ckplan.compiling.outside import Outside
 from ckplan.compiling.partition import Saved
@@ -248,15 +249,8 @@ def test_plans_that_several_processes_replay_are_those_of_one(
 ) -> None:
     other = copy.copy(planner)
     other.replays = having(planner, planner.replays.real)
-    lowered: list[object] = []
-    lower = DynamoGraph.lower
-
-    def counted(self: DynamoGraph, *args: Any, **kwargs: Any) -> Any:
-        lowered.append(args)
-        return lower(self, *args, **kwargs)
-
     monkeypatch.setattr(replays, "most_at_once", lambda: 3)
-    monkeypatch.setattr(DynamoGraph, "lower", counted)
+    lowered = count_lowered(monkeypatch)
     found = {c.saved: one for c, one in other.each_replayed(planner.candidates)}
     assert 3 * len(lowered) <= len(found) + 3  # here, one of three
     assert found == {c.saved: planner.replayed(c.saved) for c in planner.candidates}

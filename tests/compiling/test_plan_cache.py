@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from compiled import deep
+from compiled import count_lowered, deep
 from torch import nn
 from torch._inductor import config
 
@@ -34,16 +34,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def lowered(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What code was generated of, in order, by the arguments of ``lower``."""
-    found: list[Any] = []
-    lower = DynamoGraph.lower
-
-    def counted(self: DynamoGraph, *args: Any, **kwargs: Any) -> Any:
-        found.append(args)
-        return lower(self, *args, **kwargs)
-
-    monkeypatch.setattr(DynamoGraph, "lower", counted)
-    return found
+    return count_lowered(monkeypatch)
 
 
 def start(model: nn.Module, x: torch.Tensor, **options: Any) -> CompiledPlanner:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from torch import nn
 
@@ -157,6 +158,19 @@ def train(
         del loss  # else it is freed within the next step
         if log is not None:
             found.peaks.append(log.peak_bytes)
+    return found
+
+
+def count_lowered(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """From now on, what code is generated of, in order: arguments of ``lower``."""
+    found: list[Any] = []
+    lower = DynamoGraph.lower
+
+    def counted(self: DynamoGraph, *args: Any, **kwargs: Any) -> Any:
+        found.append(args)
+        return lower(self, *args, **kwargs)
+
+    monkeypatch.setattr(DynamoGraph, "lower", counted)
     return found
 
 

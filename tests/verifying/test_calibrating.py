@@ -13,6 +13,7 @@ import torch
 from verifications import verification
 
 import ckplan
+from ckplan import files
 from ckplan.errors import CkplanError
 from ckplan.graph.graph import Graph
 from ckplan.graph.records import EngineCosts
@@ -199,16 +200,14 @@ def test_another_engine_has_no_costs_of_this_one(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     this = apply_overhead.engine_digest()
-    (tmp_path / "rebuilding").mkdir()
-    (tmp_path / "rebuilding" / "step.py").write_text("# another engine\n")
-    monkeypatch.setattr(
-        apply_overhead.applying, "__file__", str(tmp_path / "__init__.py")
-    )
-    apply_overhead.engine_digest.cache_clear()
+    (tmp_path / "applying" / "rebuilding").mkdir(parents=True)
+    (tmp_path / "applying" / "rebuilding" / "step.py").write_text("# another engine\n")
+    monkeypatch.setattr(files, "__file__", str(tmp_path / "files.py"))
+    files.source_digest.cache_clear()
     try:
         assert apply_overhead.engine_digest() != this
         assert known_engine_costs([], CPU, cost_cache.cost_cache(CPU)) == ()
     finally:
         monkeypatch.undo()
-        apply_overhead.engine_digest.cache_clear()
+        files.source_digest.cache_clear()
     assert apply_overhead.engine_digest() == this

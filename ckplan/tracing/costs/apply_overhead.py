@@ -12,20 +12,17 @@ programs take none of them.
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from functools import cache as cache_once
-from pathlib import Path
 from statistics import median
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import nn
 
-from ckplan import __version__, applying
 from ckplan.applying import apply
+from ckplan.files import source_digest
 from ckplan.graph.graph import Graph
 from ckplan.graph.records import EngineCosts
 from ckplan.plan.names import OpName
@@ -141,16 +138,9 @@ def _costs_of(seconds: Iterable[float]) -> EngineCosts:
     return EngineCosts(**dict(zip(names, seconds, strict=True)))
 
 
-@cache_once
 def engine_digest() -> str:
-    """Digest of the source of the engine, so that none has the costs of another.
-
-    Without source, the version stands for it.
-    """
-    found = hashlib.sha256(__version__.encode())
-    for path in sorted(Path(applying.__file__).parent.rglob("*.py")):
-        found.update(path.read_bytes())
-    return found.hexdigest()[:16]
+    """Digest of the source of the engine, so that none has the costs of another."""
+    return source_digest("applying")[:16]
 
 
 def on_host(graph: Graph, host: float) -> Graph:
