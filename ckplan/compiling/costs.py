@@ -167,6 +167,27 @@ class CardCosts:
         return workspace_of(_as_recorded(node), self._gpu)
 
 
+class NoCosts:
+    """None at all: for the names of a step."""
+
+    device, source = "cpu", "none"
+
+    def measure(self, *parts: fx.Graph) -> None:
+        """Measure nothing."""
+
+    def seconds(self, run: Sequence[fx.Node], kernels: Kernels) -> tuple[float, float]:
+        """No seconds."""
+        return 0.0, 0.0
+
+    def rebuilt(self, run: Sequence[fx.Node], kernels: Kernels) -> tuple[float, float]:
+        """No seconds."""
+        return 0.0, 0.0
+
+    def workspace_of(self, node: fx.Node) -> Workspace:
+        """No bytes."""
+        return NO_WORKSPACE
+
+
 def costs_of(
     gpu: Gpu | None, kernel_bytes: Mapping[str, int] | None
 ) -> CpuCosts | CardCosts:

@@ -33,7 +33,7 @@ from ckplan.compiling.torch_errors import (
 from ckplan.compiling.torch_names import (
     storage_key,
 )
-from ckplan.compiling.workspaces import bytes_on
+from ckplan.compiling.workspaces import bytes_of_all, bytes_on
 from ckplan.errors import ApplyError
 from ckplan.training.failures import first_line
 from ckplan.training.randomness import randomness_restored
@@ -82,8 +82,8 @@ def find_parts(
             hint=f"{ALLOWS_RECURRENT}; {shows}" if recurrent else shows,
         )
     device = seeker.device
-    trained = _bytes_of([p for p in model.parameters() if p.requires_grad], device)
-    held_bytes = _bytes_of([*state, *tensors_of((args, kwargs))], device)
+    trained = bytes_of_all([p for p in model.parameters() if p.requires_grad], device)
+    held_bytes = bytes_of_all([*state, *tensors_of((args, kwargs))], device)
     libraries = (one.unplanned.library_bytes for one in seeker.planners.values())
     _name_untrained(seeker, model)
     return Parts(
@@ -91,7 +91,7 @@ def find_parts(
         gradient_bytes=seeker.gradient_bytes,
         runs=tuple(seeker.runs),
         eager_bytes=tuple(seeker.eager_bytes),
-        eager_gradient_bytes=max(trained - _bytes_of(seeker.trained, device), 0),
+        eager_gradient_bytes=max(trained - bytes_of_all(seeker.trained, device), 0),
         held_bytes=held_bytes + max(libraries),
         uncompiled=seeker.uncompiled,
         code_bytes=dict(seeker.code_bytes),
@@ -203,7 +203,7 @@ class _Seeker:
         self.planners[key] = planner
         parameters = [one for one in traced.inputs if isinstance(one, nn.Parameter)]
         trained = [one for one in parameters if one.requires_grad]
-        self.gradient_bytes[key] = _bytes_of(trained, self.device)
+        self.gradient_bytes[key] = bytes_of_all(trained, self.device)
         self.trained += trained
 
 
@@ -246,11 +246,6 @@ def _name_untrained(seeker: _Seeker, model: nn.Module) -> None:
 
 def _key_or_zero(value: object) -> int:
     return storage_key(value) if isinstance(value, torch.Tensor) else 0
-
-
-def _bytes_of(tensors: Sequence[torch.Tensor], device: str) -> int:
-    storages = {storage_key(one): bytes_on(device, one) for one in tensors}
-    return sum(storages.values())
 
 
 def _drop(_: torch.Tensor) -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from torch import fx
 
 from ckplan.compiling import nodes
-from ckplan.compiling.costs import CardCosts, CpuCosts, costs_of
+from ckplan.compiling.costs import CardCosts, CpuCosts, NoCosts, costs_of
 from ckplan.compiling.kernels import Kernels
 from ckplan.compiling.partition import JointGraph
 from ckplan.compiling.runs import leaves, main_of, runs_of
@@ -54,6 +54,7 @@ def as_graph(
     *,
     fuses_more: bool = False,
     gpu: Gpu | None = None,
+    is_measured: bool = True,
 ) -> CompiledStep:
     """Make the ``Graph`` of a compiled step.
 
@@ -64,8 +65,9 @@ def as_graph(
         fuses_more: Constants divide no runs, and outputs of backward take the place of
             saved tensors. Whether Inductor's do, the replay of its code shows.
         gpu: The card that has the costs; by default one core of this CPU.
+        is_measured: Whether there are costs at all.
     """
-    costs = costs_of(gpu, kernel_bytes)
+    costs = costs_of(gpu, kernel_bytes) if is_measured else NoCosts()
     builder = _Builder(fuses_more, costs)
     costs.measure(joint.forward.graph, joint.backward.graph)
     builder.add_inputs(joint)
@@ -109,7 +111,7 @@ def as_graph(
 class _Builder:
     """Appends ops in order, and numbers storages and calls."""
 
-    def __init__(self, fuses_more: bool, costs: CpuCosts | CardCosts) -> None:
+    def __init__(self, fuses_more: bool, costs: CpuCosts | CardCosts | NoCosts) -> None:
         self._fuses_more = fuses_more
         self._costs = costs
         self.ops: list[Op] = []

@@ -117,6 +117,7 @@ class Parts:
         """The plan of the whole step, in the names of its joined graph."""
         graph = self.joined.graph
         replayed = {key: one.replayed for key, one in chosen.items()}
+        found = {key: one.candidate for key, one in chosen.items()}
         return Plan(
             model=graph.model,
             fingerprint=plan_fingerprint(graph.fingerprint),
@@ -124,10 +125,10 @@ class Parts:
             predicted=Prediction(
                 peak_bytes=self.peak_bytes(replayed),
                 peak_at=self._peak_at(replayed),
-                overhead=self.overhead_of({k: c.overhead for k, c in chosen.items()}),
+                overhead=self.overhead_of({k: c.overhead for k, c in found.items()}),
                 unplanned_peak_bytes=self.unplanned_peak_bytes,
             ),
-            regions=(*describe(graph, self._regions(chosen)), *self.eager),
+            regions=(*describe(graph, self._regions(found)), *self.eager),
         )
 
     def generated(self) -> tuple[GeneratedCode, ...]:
@@ -233,9 +234,7 @@ class Parts:
         yield {k: one.proposer.candidate(()) for k, one in self.planners.items()}
         yield from self._combinations()
 
-    def _regions(
-        self, chosen: Mapping[str, Candidate] | Mapping[str, Chosen]
-    ) -> tuple[Region, ...]:
+    def _regions(self, chosen: Mapping[str, Candidate]) -> tuple[Region, ...]:
         return self.joined.joined([chosen[run.key].regions for run in self.runs])
 
     def _replayed(self, combination: Mapping[str, Candidate]) -> dict[str, Replayed]:

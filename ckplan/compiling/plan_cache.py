@@ -24,11 +24,12 @@ from ckplan.compiling.partition import JointGraph, Saved
 from ckplan.compiling.proposing import Candidate
 from ckplan.compiling.replay import Replayed
 from ckplan.compiling.torch_names import functorch_config, inductor_config
+from ckplan.compiling.workspaces import bytes_of_all
 from ckplan.errors import CkplanError
 from ckplan.graph.records import SavingRegion
 from ckplan.plan.region import Region
 from ckplan.tracing.costs.cost_cache import LONGEST_SECONDS, cache_folder, machine_of
-from ckplan.training.workload import device_of
+from ckplan.training.workload import device_of, tensors_of
 
 FORMAT_VERSION = 1
 
@@ -54,10 +55,12 @@ def path_of(graph: DynamoGraph) -> Path | None:
     folder = cache_folder()
     if folder is None:
         return None
+    device = device_of(graph.inputs)
     settings = (
         graph.key,
+        bytes_of_all(tensors_of(graph.inputs), device.type),
         files.source_digest(),
-        sorted(machine_of(device_of(graph.inputs)).items()),
+        sorted(machine_of(device).items()),
         sorted((name, repr(value)) for name, value in graph.options.items()),
         inductor_config.get_hash(),
         functorch_config.get_hash(),

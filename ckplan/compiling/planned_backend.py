@@ -31,10 +31,11 @@ from ckplan.compiling.torch_errors import (
     require_hook,
 )
 from ckplan.compiling.torch_names import compilation
+from ckplan.compiling.workspaces import bytes_of_all
 from ckplan.errors import ApplyError, CkplanError
 from ckplan.plan.plan import Plan
 from ckplan.training.allocator import CPU
-from ckplan.training.workload import device_of
+from ckplan.training.workload import device_of, tensors_of
 
 
 def backend(
@@ -197,7 +198,7 @@ class Backend:
     def _compiled(self, planner: CompiledPlanner) -> tuple[Chosen, Callable[..., Any]]:
         """The plan, and the code with it, whose replayed peak is that of the plan."""
         if isinstance(self._wanted, Plan):
-            saved = planner.named(self._wanted).saved
+            saved = planner.saved_under(self._wanted)
             call, lowered = planner.traced.compile(cached_partitioner(saved))
             return planner.follow(self._wanted, lowered), call
         while True:
@@ -211,12 +212,18 @@ class Backend:
         if not trains(traced):
             return None
         self._check_is_whole(traced.module)
-        planner = plan_graph(traced, self.model, self._progress, quick=True)
+        planner = plan_graph(
+            traced,
+            self.model,
+            self._progress,
+            quick=True,
+            follows=isinstance(self._wanted, Plan),
+        )
         if planner is None:
             return None  # no output depends on what requires a gradient
         # what a model sets in its first step often has it compiled anew, unchanged
-        joint = planner.joint
-        key = joint.digest, str(joint.module.graph), planner.unplanned
+        held_bytes = bytes_of_all(tensors_of(traced.inputs), planner.device.type)
+        key = planner.digest, held_bytes
         known = self._planners.setdefault(key, planner)
         known.traced = traced
         return known

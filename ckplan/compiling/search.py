@@ -25,10 +25,9 @@ from ckplan.compiling.proposing import Candidate, Proposer
 from ckplan.compiling.refusals import check_same_graph, check_within_budget
 from ckplan.compiling.replay import Replayed, replay
 from ckplan.compiling.replays import Replays
+from ckplan.compiling.saved_values import saved_in_any
 from ckplan.errors import InfeasibleError
-from ckplan.gpus import Gpu
 from ckplan.plan.plan import Plan, Prediction, plan_fingerprint
-from ckplan.plan.region import Region
 from ckplan.plan.resolve import describe, resolve
 from ckplan.simulating.simulate import Simulator
 from ckplan.tracing.target import local_card
@@ -41,20 +40,35 @@ Progress: TypeAlias = Callable[[str, int, int], object]
 
 @dataclass(frozen=True)
 class Chosen:
-    """A plan for compiled code, and its replayed peak."""
+    """A plan for compiled code, and its replayed peak; the rest when it is asked for.
+
+    Of a plan that is followed, the rest takes the code of the unplanned step.
+    """
 
     budget_bytes: int | None
     saved: Saved
     replayed: Replayed
-    unplanned: Replayed
-    overhead: float  # estimated for what is saved, whatever the plan's file says
-    regions: tuple[Region, ...]
-    describe: Callable[[], Plan]
+    planner: CompiledPlanner
+    wanted: Plan | Candidate
+
+    @property
+    def unplanned(self) -> Replayed:
+        """The replay of the code that torch's own choice gives."""
+        return self.planner.unplanned
+
+    @cached_property
+    def candidate(self) -> Candidate:
+        """The plan as if it were proposed, with estimates for what is saved."""
+        if isinstance(self.wanted, Plan):
+            return self.planner.named(self.wanted)
+        return self.wanted
 
     @cached_property
     def plan(self) -> Plan:
         """The plan, in the names of the step."""
-        return self.describe()
+        if isinstance(self.wanted, Plan):
+            return self.wanted
+        return self.planner.describe(self.wanted, self.budget_bytes)
 
 
 def plan_graph(
@@ -62,6 +76,7 @@ def plan_graph(
     model: str = "model",
     progress: Progress | None = None,
     quick: bool = False,
+    follows: bool = False,
 ) -> CompiledPlanner | None:
     """Make the planner of a graph, with what is known of it from before.
 
@@ -70,6 +85,7 @@ def plan_graph(
         model: Name of the model.
         progress: Told of the work.
         quick: See ``CompiledPlanner``.
+        follows: It is to follow a plan, for which no unplanned code is generated.
 
     Returns:
         None if nothing requires a gradient.
@@ -79,16 +95,18 @@ def plan_graph(
     """
     path = plan_cache.path_of(traced)
     how = model, progress, quick, path
-    if path is not None and path.exists():
+    if follows or (path is not None and path.exists()):
         joint = traced.trace()
-        known = None if joint is None else plan_cache.read(path, joint)
-        if joint is not None and known is not None:
-            unplanned = known.replayed[joint.instead]
-            return CompiledPlanner(traced, joint, unplanned, *how, known)
+        if joint is None:
+            return None
+        known = None if path is None else plan_cache.read(path, joint)
+        if follows or known is not None:
+            return CompiledPlanner(traced, joint, *how, known=known)
     joint, lowered = traced.lower(None)
     if joint is None or lowered is None:
         return None
-    return CompiledPlanner(traced, joint, replay(lowered, joint.num_outputs), *how)
+    unplanned = replay(lowered, joint.num_outputs)
+    return CompiledPlanner(traced, joint, *how, unplanned=unplanned)
 
 
 class CompiledPlanner:
@@ -98,24 +116,25 @@ class CompiledPlanner:
         self,
         traced: DynamoGraph,
         joint: JointGraph,
-        unplanned: Replayed,
         model: str = "model",
         progress: Progress | None = None,
         quick: bool = False,
         path: Path | None = None,
+        *,
         known: Known | None = None,
+        unplanned: Replayed | None = None,
     ) -> None:
         """Plan one step.
 
         Args:
             traced: The graph of Dynamo.
             joint: Its joint graph, divided as torch does.
-            unplanned: The replay of that.
             model: Name of the model.
             progress: Told of the work.
             quick: Replay code that is not vectorized. ``check`` what is compiled then.
             path: Of a file to keep what is found; see ``plan_cache.py``.
             known: What is known from before.
+            unplanned: The replay of the joint graph, if its code was generated.
         """
         self.traced = traced
         self.joint = joint
@@ -124,27 +143,26 @@ class CompiledPlanner:
         self._model = model
         self._progress = progress
         self._path = path
-        self._fuses_more: bool | None = None
-        self._candidates: tuple[Candidate, ...] | None = None
+        known = known or Known(self.digest, None, None, {}, frozenset())
+        self._fuses_more, self._candidates = known.fuses_more, known.candidates
+        real = {} if unplanned is None else {joint.instead: unplanned}
+        found = {**(known.replayed if quick else known.real_ones), **real}
         given = joint.num_outputs, self._lowered, self._remember, quick
-        if known is None:
-            real = {joint.instead: unplanned}
-            self.replays = Replays(*given, dict(real), real)
-        else:
-            self._fuses_more, self._candidates = known.fuses_more, known.candidates
-            kept = known.replayed if quick else known.real_ones
-            self.replays = Replays(*given, dict(kept), {}, known.real)
+        self.replays = Replays(*given, found, real, known.real)
 
     @property
     def unplanned(self) -> Replayed:
         """The replay of the code that torch's own choice gives."""
+        self.replays.is_real(self.joint.instead)
         return self.replays.of(self.joint.instead)
 
     @cached_property
     def step(self) -> CompiledStep:
         """The step as a ``Graph``."""
-        given = self.joint, self._model, self.unplanned, self._card, self._fuses_more
-        found = _step_of(*given)
+        if self._card is not None:  # as in ``elsewhere.py``: plans name the same ops
+            return as_graph(self.joint, self._model, gpu=self._card)
+        given = self.joint, self._model, self.unplanned
+        found = _step_of(*given, self._fuses_more)
         self._fuses_more = found.fuses_more
         return found
 
@@ -199,6 +217,19 @@ class CompiledPlanner:
         check_same_graph(plan, self.joint.digest, self.device.type)
         return self.proposer.candidate(resolve(plan, self.step.graph))
 
+    def saved_under(self, plan: Plan) -> Saved:
+        """Find the values that a plan saves, without unplanned code if that can be.
+
+        Raises:
+            PlanError: As of ``named``.
+        """
+        check_same_graph(plan, self.joint.digest, self.device.type)
+        if self._card is None and self.joint.instead not in self.replays.found:
+            found = saved_in_any(self.joint, plan)
+            if len(found) == 1:
+                return next(iter(found))
+        return self.named(plan).saved
+
     def follow(self, plan: Plan, lowered: Lowered | None = None) -> Chosen:
         """Find the values that a plan saves, and replay it.
 
@@ -209,12 +240,11 @@ class CompiledPlanner:
         Raises:
             PlanError: As of ``named``, or its replayed peak exceeds its budget.
         """
-        one = self.named(plan)
-        saved = one.saved
+        saved = self.saved_under(plan)
         self.replays.is_real(saved, lowered)
         found = self.replayed(saved)
         check_within_budget(plan, found.peak_bytes)
-        return self._chosen(one, plan.budget_bytes, lambda: plan)
+        return Chosen(plan.budget_bytes, saved, found, self, plan)
 
     def replayed(self, saved: Saved) -> Replayed:
         """The replayed step with the given values saved."""
@@ -243,14 +273,15 @@ class CompiledPlanner:
         return None
 
     @cached_property
-    def _digest(self) -> str:
+    def digest(self) -> str:
+        """Equal for joint graphs that have the same plans."""
         return plan_cache.digest_of(self.joint)
 
     def _remember(self) -> None:
         """Keep what was found for the next start."""
         if self._path is not None:
             known = Known(
-                self._digest,
+                self.digest,
                 self._fuses_more,
                 self._candidates,
                 self.replays.found,
@@ -273,36 +304,22 @@ class CompiledPlanner:
         found = self.replayed(one.saved)
         if budget_bytes is None:
             budget_bytes = found.peak_bytes
-        unplanned_peak_bytes = self.unplanned.peak_bytes
+        return Chosen(budget_bytes, one.saved, found, self, one)
 
-        def plan() -> Plan:
-            graph = self.step.graph
-            return Plan(
-                model=graph.model,
-                fingerprint=plan_fingerprint(graph.fingerprint),
-                budget_bytes=budget_bytes,
-                predicted=Prediction(
-                    peak_bytes=found.peak_bytes,
-                    peak_at=found.peak_at,
-                    overhead=one.overhead,
-                    unplanned_peak_bytes=unplanned_peak_bytes,
-                ),
-                regions=describe(graph, one.regions),
-            )
-
-        return self._chosen(one, budget_bytes, plan)
-
-    def _chosen(
-        self, one: Candidate, budget_bytes: int | None, describe: Callable[[], Plan]
-    ) -> Chosen:
-        return Chosen(
-            budget_bytes,
-            one.saved,
-            self.replayed(one.saved),
-            self.unplanned,
-            one.overhead,
-            one.regions,
-            describe,
+    def describe(self, one: Candidate, budget_bytes: int | None) -> Plan:
+        """A candidate in the names of the step."""
+        graph, found = self.step.graph, self.replayed(one.saved)
+        return Plan(
+            model=graph.model,
+            fingerprint=plan_fingerprint(graph.fingerprint),
+            budget_bytes=budget_bytes,
+            predicted=Prediction(
+                peak_bytes=found.peak_bytes,
+                peak_at=found.peak_at,
+                overhead=one.overhead,
+                unplanned_peak_bytes=self.unplanned.peak_bytes,
+            ),
+            regions=describe(graph, one.regions),
         )
 
     def _nothing_fits(self, budget_bytes: int) -> InfeasibleError:
@@ -316,21 +333,13 @@ class CompiledPlanner:
 
 
 def _step_of(
-    joint: JointGraph,
-    model: str,
-    unplanned: Replayed,
-    card: Gpu | None,
-    fuses_more: bool | None,
+    joint: JointGraph, model: str, unplanned: Replayed, fuses_more: bool | None
 ) -> CompiledStep:
     """The step whose simulated peak is nearer to the replayed one, of two ways.
 
-    Which one, may be known. For a card, that of ``elsewhere.py``, so that a plan made
-    there names the same ops.
+    Which one, may be known.
     """
     given = joint, model, unplanned.kernel_bytes
-    if card is not None:
-        return as_graph(*given, gpu=card)
-
     if fuses_more is not None:
         return as_graph(*given, fuses_more=fuses_more)
 

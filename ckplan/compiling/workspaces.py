@@ -7,13 +7,14 @@ card, multiplications do not run: what cuBLAS takes is known.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
 from torch.utils import _pytree as pytree
 
+from ckplan.compiling.torch_names import storage_key
 from ckplan.errors import ApplyError
 from ckplan.graph.records import MULTIPLIES
 from ckplan.tracing.cuda.cublas import WORKSPACE_PERSISTS, kept_bytes
@@ -51,6 +52,12 @@ def bytes_on(device: str, tensor: torch.Tensor) -> int:
     if device == "cpu":
         return num_bytes
     return in_blocks(num_bytes) if tensor.device.type == device else 0
+
+
+def bytes_of_all(tensors: Iterable[torch.Tensor], device: str) -> int:
+    """Bytes of the storages of tensors, each counted once."""
+    storages = {storage_key(one): bytes_on(device, one) for one in tensors}
+    return sum(storages.values())
 
 
 class KernelBytes:

@@ -48,7 +48,7 @@ def planned_step(planned: Backend, bare: Parts | None) -> PlannedStep:
         peak_bytes=chosen.replayed.peak_bytes,
         unplanned_peak_bytes=chosen.unplanned.peak_bytes,
         held_bytes=chosen.replayed.held_bytes,
-        overhead=chosen.overhead,
+        overhead=chosen.candidate.overhead,
         graphs=1,
     )
 
@@ -71,7 +71,9 @@ def _parted(planned: Backend, bare: Parts | None) -> PlannedStep:
         peak_bytes=planned.peak_bytes,
         unplanned_peak_bytes=unplanned_bytes,
         held_bytes=parts.held_bytes,
-        overhead=parts.overhead_of({key: one.overhead for key, one in chosen}),
+        overhead=parts.overhead_of(
+            {key: one.candidate.overhead for key, one in chosen}
+        ),
         graphs=len(parts.runs),
         uncompiled_bytes=dict(parts.code_bytes),
     )

@@ -349,7 +349,9 @@ def test_the_overhead_is_that_of_the_division_that_is_compiled(
     chosen = planner.solve(int(0.7 * planner.unplanned.peak_bytes))
     joint, _ = planner.traced.lower(chosen.saved, quick=True)
     assert joint is not None
-    assert chosen.overhead == pytest.approx(planner.proposer.overhead_in(joint))
+    assert chosen.candidate.overhead == pytest.approx(
+        planner.proposer.overhead_in(joint)
+    )
     # Where contractions take as long again, it is that of a ``Graph`` of the division.
     monkeypatch.setattr(CpuCosts, "again", lambda own, one: own._of_contraction(one)[0])
     proposer = Proposer(planner.joint, planner.step)
@@ -359,7 +361,7 @@ def test_the_overhead_is_that_of_the_division_that_is_compiled(
     assert proposer.overhead_of(chosen.saved) == pytest.approx(seconds / own - 1)
     predicted = chosen.plan.predicted
     assert predicted is not None
-    assert predicted.overhead == round(chosen.overhead, 4)
+    assert predicted.overhead == round(chosen.candidate.overhead, 4)
 
 
 def test_a_plan_read_back_saves_the_same_values(planner: CompiledPlanner) -> None:

@@ -103,7 +103,7 @@ def test_a_plan_without_regions_saves_what_replaces_torch_own_choice() -> None:
     gradient(Normed(), own)
     assert own.seen is not None
     joint = replace(own.seen, instead=frozenset({"sigmoid"}))
-    planner = CompiledPlanner(Mock(inputs=()), joint, Replayed(1, 1, 1, 1, 1))
+    planner = CompiledPlanner(Mock(inputs=()), joint, unplanned=Replayed(1, 1, 1, 1, 1))
     one = planner.proposer.candidate(())
     assert (one.saved, one.overhead) == ({"sigmoid"}, 0.0)
     assert planner.replayed(one.saved) is planner.unplanned

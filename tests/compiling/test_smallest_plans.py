@@ -62,7 +62,7 @@ def planned(model: nn.Module, x: torch.Tensor) -> CompiledPlanner:
         assert joint is not None
         assert lowered is not None
         unplanned = replay(lowered, joint.num_outputs)
-        found.append(CompiledPlanner(traced, joint, unplanned, quick=True))
+        found.append(CompiledPlanner(traced, joint, quick=True, unplanned=unplanned))
         return graph.forward
 
     torch.compile(model, backend=only_trace, fullgraph=True)(x)

@@ -189,7 +189,7 @@ def planner_of(
         assert joint is not None
         assert lowered is not None
         unplanned = replay(lowered, joint.num_outputs)
-        found.append(CompiledPlanner(traced, joint, unplanned, quick=quick))
+        found.append(CompiledPlanner(traced, joint, quick=quick, unplanned=unplanned))
         return graph.forward
 
     torch.compile(model, backend=only_plan, fullgraph=True, dynamic=False)(*batch)
