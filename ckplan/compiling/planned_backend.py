@@ -112,7 +112,11 @@ class Backend:
         """
         if self.parts is not None:
             return [self.parts.plan(self.shares, self._budget_bytes)]
-        return [one.plan for one in self.chosen]
+        found: list[Plan] = []
+        for one in self.chosen:
+            if one.plan not in found:  # else compiled anew, unchanged
+                found.append(one.plan)
+        return found
 
     def __call__(
         self,

@@ -143,7 +143,10 @@ class CompiledPlanner:
         self._model = model
         self._progress = progress
         self._path = path
-        known = known or Known(self.digest, None, None, {}, frozenset())
+        if known is None:
+            digest = plan_cache.digest_of(joint)
+            known = Known(digest, None, None, {}, frozenset())
+        self.digest = known.joint  # equal for joint graphs that have the same plans
         self._fuses_more, self._candidates = known.fuses_more, known.candidates
         real = {} if unplanned is None else {joint.instead: unplanned}
         found = {**(known.replayed if quick else known.real_ones), **real}
@@ -271,11 +274,6 @@ class CompiledPlanner:
             if found.peak_bytes <= budget_bytes:
                 return self.chosen(candidate, budget_bytes)
         return None
-
-    @cached_property
-    def digest(self) -> str:
-        """Equal for joint graphs that have the same plans."""
-        return plan_cache.digest_of(self.joint)
 
     def _remember(self) -> None:
         """Keep what was found for the next start."""
