@@ -316,8 +316,18 @@ def as_moving(simulator: Simulator, step: Graph, region: Region) -> Region:
 
 
 def only_wanted(simulator: Simulator, region: Region) -> Region:
-    """A region that does not move what backward does not want."""
+    """A region that moves nothing but what backward asks back.
+
+    What it never wants is left out, and what is rebuilt before it is asked for, as its
+    op runs again for another output: that would begin to return for nobody.
+    """
     view = simulator.view(region.call, region.last)
     wanted, returned = view.wanted(region), view.flow.returned
     kept = (p for p in region.offload if returned[p[0] - view.start][p[1]] in wanted)
-    return replace(region, offload=frozenset(kept))
+    found = replace(region, offload=frozenset(kept))
+    if not found.offload:
+        return found
+    asked = {storage for storage, _ in simulator.effect(found).wants}
+    graph = simulator.graph
+    kept = (place for place in found.offload if storage_of(graph, place) in asked)
+    return replace(found, offload=frozenset(kept))

@@ -31,7 +31,7 @@ from ckplan.simulating.simulate import Simulator
 from ckplan.solving.offloading import movable, only_wanted
 from ckplan.training.workload import Workload
 
-_FAST = ("residual", "convolution")
+_FAST = ("residual", "convolution", "recurrent")
 FAMILIES = [
     name if name in _FAST else pytest.param(name, marks=pytest.mark.slow)
     for name in MODELS
@@ -400,6 +400,20 @@ def test_a_value_that_nobody_wants_is_not_moved() -> None:
     text = "ckplan: 1\nregions:\n  - {calls: '2', offload: [./add]}"
     with pytest.raises(PlanError, match="add of 2#0: backward does not want it"):
         Simulator(graph).run(resolve(loads(text, "plan"), graph))
+
+
+def test_what_an_op_makes_that_runs_again_sooner_is_not_moved() -> None:
+    graph = graph_of("recurrent")
+    simulator = Simulator(graph)
+    (region,) = resolve(Plan(regions=(PlannedRegion("."),)), graph)
+    places = frozenset(movable(graph, ops_of(graph, region)))
+    everything = only_wanted(simulator, replace(region, offload=places))
+    assert 0 < len(everything.offload) < len(places)
+    effect = simulator.effect(everything)
+    assert effect.moved.keys() == {storage for storage, _ in effect.wants}
+    workspaces = {op.outputs[3] for op in graph.ops if op.name == "mkldnn_rnn_layer"}
+    assert workspaces
+    assert not workspaces & effect.moved.keys()
 
 
 class Unused(nn.Module):
