@@ -204,7 +204,7 @@ class Backend:
         if isinstance(self._wanted, Plan):
             saved = planner.saved_under(self._wanted)
             call, lowered = planner.traced.compile(cached_partitioner(saved))
-            return planner.follow(self._wanted, lowered), call
+            return planner.followed(self._wanted, saved, lowered), call
         while True:
             chosen = self._choose(planner)
             call, lowered = planner.traced.compile(cached_partitioner(chosen.saved))

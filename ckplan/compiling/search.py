@@ -233,17 +233,20 @@ class CompiledPlanner:
                 return next(iter(found))
         return self.named(plan).saved
 
-    def follow(self, plan: Plan, lowered: Lowered | None = None) -> Chosen:
-        """Find the values that a plan saves, and replay it.
-
-        Args:
-            plan: The plan.
-            lowered: The code that saves them; None if it is to be generated for this.
+    def follow(self, plan: Plan) -> Chosen:
+        """Find the values that a plan saves, generate that code and replay it.
 
         Raises:
             PlanError: As of ``named``, or its replayed peak exceeds its budget.
         """
-        saved = self.saved_under(plan)
+        return self.followed(plan, self.saved_under(plan), None)
+
+    def followed(self, plan: Plan, saved: Saved, lowered: Lowered | None) -> Chosen:
+        """A plan whose values are found; see ``check`` for its code.
+
+        Raises:
+            PlanError: Its replayed peak exceeds its budget.
+        """
         self.replays.is_real(saved, lowered)
         found = self.replayed(saved)
         check_within_budget(plan, found.peak_bytes)

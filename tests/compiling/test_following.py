@@ -87,6 +87,7 @@ def test_a_budget_is_planned_after_a_plan_was_followed(
     backend_of(plan, "deep")
     path = path_of(planner.traced)
     assert path is not None
+    assert path.exists()  # without the unplanned replay
     lowered = count_lowered(monkeypatch)
     after = plan_graph(planner.traced, quick=True)
     assert after is not None
