@@ -594,7 +594,7 @@ FAULTS = [
     ),
     Fault(
         "applying/tensors/retained.py",
-        "if tensor.stride() != self.stride or",
+        "if tensor.stride() != stride or",
         "if",
         SCRIPT,
     ),
@@ -636,8 +636,8 @@ FAULTS = [
     ),
     Fault(
         "applying/rerunning/call_check.py",
-        "if not has_geometry(tensor, self.known.outside[number]):",
-        "if not (self._expected or has_geometry(tensor, self.known.outside[number])):",
+        "if not self.known.outside[number].passes(tensor):",
+        "if not (self._expected or self.known.outside[number].passes(tensor)):",
         CALLS,
     ),
     Fault(

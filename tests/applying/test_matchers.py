@@ -17,7 +17,8 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ckplan import applying
-from ckplan.applying.tensors.arguments import Slots, UnknownArgumentError
+from ckplan.applying.tensors.arguments import Slots
+from ckplan.applying.tensors.geometry import UnknownArgumentError
 from ckplan.applying.tensors.matchers import Matchers
 from ckplan.plan.names import OpName
 from ckplan.plan.plan import Plan, PlannedRegion

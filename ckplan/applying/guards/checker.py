@@ -24,6 +24,7 @@ from ckplan.applying.guards.input_checker import InputChecker
 from ckplan.applying.guards.resume import Beginning, OpenInner, resume
 from ckplan.applying.moving.mover import Form, Mover
 from ckplan.applying.rebuilding.rebuilder import Rebuilder
+from ckplan.applying.recording.module_path import ModulePath
 from ckplan.applying.recording.op_keys import OpKey, Saves
 from ckplan.applying.recording.recorder import Recorder, otherwise_saved
 from ckplan.applying.recording.saved_tensors import Dropped, Handle, unpack
@@ -36,6 +37,12 @@ from ckplan.applying.tensors.retained import Retained, retain, retain_copy, tens
 
 class GuardChecker(TorchFunctionMode):
     """One forward of a region, compared with a guarded program."""
+
+    rerecorder: Recorder | None = None  # from the first miss on
+    kept = False  # the rest, since it could not be recorded
+    _num_begun = 0  # regions inside
+    _num_packed = 0
+    _current: CallGuard | None = None  # the call that runs now
 
     def __init__(
         self,
@@ -56,23 +63,18 @@ class GuardChecker(TorchFunctionMode):
         """
         super().__init__()
         self.name = name
-        self.path: list[str] = [top]  # FQNs of the modules that run, innermost last
+        self.path = ModulePath(top)
         self.expected = expected
-        self.rerecorder: Recorder | None = None  # from the first miss on
-        self.kept = False  # the rest, since it could not be recorded
         self._record, self._mover = record, mover
         self._inner: list[tuple[CallGuard | None, str, Saves]] = []  # open ones
-        self._num_begun = 0  # regions inside
         self._num_modes = torch._C._len_torch_dispatch_stack()
         self._calls = iter(expected.calls)
         self._next = next(self._calls, None)
-        self._current: CallGuard | None = None  # the call that runs now
         self._packed = expected.packed
-        self._num_packed = 0
         self._held: dict[int, Retained] = {**expected.constants}
-        self._inputs = InputChecker(expected, self._held)
-        self._met = self._inputs.met
         self._made: list[ref[torch.Tensor]] = []  # tensors that calls returned
+        self._inputs = InputChecker(expected, self._held, self._made)
+        self._met = self._inputs.met
         self._versions: list[int] = []  # of these, when they were returned
         self._encoded: dict[int, Form] = {}
         self._states: dict[int, torch.Tensor] = {}
@@ -130,7 +132,11 @@ class GuardChecker(TorchFunctionMode):
             self.rerecorder.close()
         else:
             self._handle.rebuilder = Rebuilder(
-                self.expected.schedule, self._held, self._encoded, self._states
+                self.name,
+                self.expected.schedule,
+                self._held,
+                self._encoded,
+                self._states,
             )
         self._forget()
 
@@ -222,7 +228,9 @@ class GuardChecker(TorchFunctionMode):
             self._num_packed == call.packed_before
             and _is_grad_enabled() is call.grad_mode
             and _get_default_dtype() is call.default_dtype
-            and call.matches(args, kwargs, self._made, self._versions, self._met, self)
+            and call.matches(
+                args, kwargs, self._made, self._versions, self._met, self._inputs
+            )
             and (
                 not _is_autocast_enabled()
                 if call.simple
@@ -288,16 +296,9 @@ class GuardChecker(TorchFunctionMode):
 
     def _is_at(self, place: CallSite) -> bool:
         """Whether the call runs there, and not in another of several equal layers."""
-        path, num_begun, num_open = place
+        site, num_begun, num_open = place
         inside = num_begun == self._num_begun and num_open == len(self._inner)
-        return inside and path == self.path[-1]
-
-    def meet(self, number: int, tensor: torch.Tensor) -> bool:
-        """Whether a tensor that appears for the first time passes its guard."""
-        is_parameter = type(tensor) is _Parameter
-        if not is_parameter and any(one() is tensor for one in self._made):
-            return False  # a call returned it
-        return self._inputs.meet(number, tensor)
+        return inside and site == self.path.sites[-1]
 
     def _capture(self, capture: Capture, tensor: torch.Tensor) -> None:
         if capture.form is None:
@@ -343,7 +344,7 @@ class GuardChecker(TorchFunctionMode):
 
 
 _NOTHING = (None, -1, None, 0)  # is packed here
-_Tensor, _Parameter = torch.Tensor, torch.nn.Parameter  # saves looking up
+_Tensor = torch.Tensor  # saves looking up
 _is_grad_enabled = torch.is_grad_enabled
 _is_autocast_enabled = torch._C._is_any_autocast_enabled
 _get_default_dtype = torch.get_default_dtype

@@ -11,9 +11,10 @@ import torch
 
 from ckplan.applying.rebuilding.schedule import Packed, Schedule
 from ckplan.applying.rebuilding.step import Step
-from ckplan.applying.tensors.arguments import Geometry, version_of
+from ckplan.applying.tensors.arguments import version_of
+from ckplan.applying.tensors.geometry import Geometry, GeometryCheck
 from ckplan.applying.tensors.matchers import Matcher
-from ckplan.applying.tensors.retained import Retained, tensors_in
+from ckplan.applying.tensors.retained import Place, Retained, tensors_in
 from ckplan.simulating.program import Flow, NestedRegion
 
 
@@ -28,15 +29,21 @@ class Capture(NamedTuple):
 class TensorGuard(NamedTuple):
     """A tensor from outside the region that a call takes or returns."""
 
-    geometry: Geometry
+    geometry: GeometryCheck
+    place: Place
     storage: int  # equal for tensors that share a storage
     value: int  # of the storage, if it is from outside; else -1
+
+    @classmethod
+    def of(cls, geometry: Geometry, storage: int, value: int) -> TensorGuard:
+        """The guard of tensors like one."""
+        return cls(GeometryCheck.of(geometry), Place(*geometry[:4]), storage, value)
 
 
 class CallSite(NamedTuple):
     """Where an op runs: its module and its nested regions."""
 
-    path: str  # FQN of the module, if the plan names ops
+    site: str  # of the module, if the plan names ops
     num_begun: int  # nested regions that began before
     num_open: int  # nested regions still open
 
@@ -127,7 +134,7 @@ class GuardedProgram:
     dropped_bytes: int
     # For forwards that begin like this one, then miss:
     num_bytes: Sequence[int]  # of each storage
-    paths: Sequence[str]  # step -> FQN of the module that ran it
+    sites: Sequence[str]  # step -> where the module is that ran it
     made: Sequence[int]  # storages of returned tensors; -1 if from outside
     draws: frozenset[int]  # steps
     statistics: Mapping[int, int]  # running statistics -> step that reads them

@@ -8,7 +8,8 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from dataclasses import fields
 from itertools import pairwise
 
 import torch
@@ -22,9 +23,11 @@ from ckplan.applying.guards.guarded_program import (
 )
 from ckplan.applying.guards.sightings import Sightings
 from ckplan.applying.recording.call_log import Call
+from ckplan.applying.recording.module_path import site_of
 from ckplan.applying.recording.recorder import Recorder
 from ckplan.applying.tensors.matchers import Matchers
 from ckplan.applying.tensors.retained import Retained
+from ckplan.applying.tensors.sharing import Shared, exactly
 from ckplan.encodings import BITS
 from ckplan.simulating.program import (
     EXTERNAL,
@@ -57,7 +60,7 @@ def make_guards(seen: Recorder) -> GuardedProgram | None:
         for place, (_, storage) in enumerate(log.inputs)
     ]
     inputs = [
-        TensorGuard(geometry, number, value_of.get(number, -1))
+        TensorGuard.of(geometry, number, value_of.get(number, -1))
         for (geometry, _), number in zip(log.inputs, numbers, strict=True)
     ]
     there = {one.storage for one in inputs}
@@ -116,7 +119,7 @@ def make_guards(seen: Recorder) -> GuardedProgram | None:
             zip(log.calls, ranges, strict=True)
         )
     )
-    return GuardedProgram(
+    found = GuardedProgram(
         calls=calls,
         inputs=tuple(inputs),
         packed=tuple(packing.packed),
@@ -128,12 +131,26 @@ def make_guards(seen: Recorder) -> GuardedProgram | None:
         steps=seen.steps,
         dropped_bytes=packing.dropped_bytes,
         num_bytes=storages.num_bytes,
-        paths=seen.paths,
+        sites=[site_of(fqn, seen.names.top) for fqn in seen.paths],
         made=[flow.storage_of[value] if value >= 0 else -1 for value in log.made],
         draws=frozenset(seen.states),
         statistics=seen.statistics,
         unfilled=frozenset(storages.unfilled),
     )
+    return found if constants else _PROGRAMS.one(_key(found), found)
+
+
+_PROGRAMS: Shared[GuardedProgram] = Shared()
+
+
+def _key(program: GuardedProgram) -> Hashable:
+    """What forwards must have in common to be checked against the same program."""
+    schedule = program.schedule
+    own = (getattr(program, name) for name in _FIELDS)
+    return exactly(schedule.program, schedule.drawn, *own)
+
+
+_FIELDS = [f.name for f in fields(GuardedProgram) if f.name != "schedule"]
 
 
 def _places(
@@ -145,7 +162,8 @@ def _places(
     found = {}
     for step in steps:
         begun, ended = bisect_right(starts, step), bisect_right(stops, step)
-        found[step] = CallSite(seen.paths[step], begun, begun - ended)
+        site = site_of(seen.paths[step], seen.names.top)
+        found[step] = CallSite(site, begun, begun - ended)
     return found
 
 
@@ -164,7 +182,8 @@ def _returned_constants(
                 continue
             storage = numbers.get(one.unread.cdata, -1)  # -1: no op used it
             if storage >= 0 and storage not in there and storage not in inside:
-                guard = TensorGuard(one.geometry, storage, value_of.get(storage, -1))
+                value = value_of.get(storage, -1)
+                guard = TensorGuard.of(one.geometry, storage, value)
                 found[number].append((place, guard))
     return found
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import TypeGuard
 from weakref import ref
 
 import torch
@@ -11,8 +13,8 @@ from ckplan.applying.guards.guarded_program import (
     GuardedProgram,
     TensorGuard,
 )
-from ckplan.applying.tensors.arguments import has_geometry
-from ckplan.applying.tensors.retained import Retained, retain, retain_parameter
+from ckplan.applying.tensors.arguments import version_of
+from ckplan.applying.tensors.retained import Retained, retain
 
 
 class InputChecker:
@@ -21,19 +23,37 @@ class InputChecker:
     Tensors that the program rebuilds from are retained as they are met.
     """
 
-    def __init__(self, expected: GuardedProgram, held: dict[int, Retained]) -> None:
-        self._expected = expected
+    def __init__(
+        self,
+        expected: GuardedProgram,
+        held: dict[int, Retained],
+        made: Sequence[ref[torch.Tensor]],
+    ) -> None:
+        """Begin a forward.
+
+        Args:
+            expected: What its inputs are compared with.
+            held: Retained values; those of inputs are added.
+            made: The tensors that calls returned, so far.
+        """
+        self._guards = expected.inputs
         self._held = held
+        self._made = made
         self.met: list[ref[torch.Tensor]] = []
         self._storages: dict[int, int] = {}  # address -> storage of the program
         self._addresses: dict[int, int] = {}  # the other way round
 
     def meet(self, number: int, tensor: object) -> bool:
         """Whether the next tensor from outside passes its guard."""
-        if type(tensor) is not _Parameter and not isinstance(tensor, _Tensor):
+        if type(tensor) is not _Parameter and not self._is_from_outside(tensor):
             return False
         self.met.append(ref(tensor))
-        return self._passes(self._expected.inputs[number], tensor)
+        return self._passes(self._guards[number], tensor)
+
+    def _is_from_outside(self, tensor: object) -> TypeGuard[torch.Tensor]:
+        return isinstance(tensor, torch.Tensor) and not any(
+            one() is tensor for one in self._made
+        )
 
     def match_constants(self, call: CallGuard, returned: list[torch.Tensor]) -> bool:
         """Whether the constants that a call returned pass their guards."""
@@ -44,8 +64,8 @@ class InputChecker:
 
     def _passes(self, guard: TensorGuard, tensor: torch.Tensor) -> bool:
         """Check the geometry, and which inputs share a storage."""
-        geometry, storage, value = guard
-        if not has_geometry(tensor, geometry):
+        geometry, place, storage, value = guard
+        if not geometry.passes(tensor):
             return False
         address = tensor.untyped_storage()._cdata
         if self._storages.setdefault(address, storage) != storage:
@@ -54,11 +74,11 @@ class InputChecker:
             return False
         if value >= 0 and value not in self._held:
             self._held[value] = (
-                retain_parameter(tensor, geometry)
+                Retained(tensor, version_of(tensor), place)
                 if type(tensor) is _Parameter
                 else retain(tensor)
             )
         return True
 
 
-_Tensor, _Parameter = torch.Tensor, torch.nn.Parameter  # saves looking up
+_Parameter = torch.nn.Parameter  # saves looking up

@@ -2,72 +2,77 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Hashable
+from dataclasses import dataclass
 
 from ckplan.applying.guards.guarded_program import GuardedProgram
 
-_MAX_PROGRAMS = 32  # of one call: batches padded to some lengths
+_MAX_KINDS = 32  # of forwards of one call: batches padded to some lengths
 _MISS_PENALTY, _DYNAMIC_PENALTY = 8, 24
-"""A miss adds the first to a key's count, up to the second; a hit subtracts one.
+"""A miss adds the first to a kind's count, up to the second; a hit subtracts one.
 
-At the second, forwards of the key count as dynamic rather than permanently changed.
+At the second, forwards of the kind count as dynamic rather than permanently changed.
 """
 
 
-class ProgramCache:
-    """Guarded programs of a region, by the key that forwards have in common.
+@dataclass(slots=True, eq=False)
+class ForwardKind:
+    """Forwards of a region that have a key in common."""
 
-    A copy of a model begins with an empty cache.
-    """
+    program: GuardedProgram | None = None  # that the next one may repeat
+    misses: int = 0
+    missed_late: bool = False  # one missed after its ops had run
 
-    def __init__(self) -> None:
-        self._known: dict[Hashable, GuardedProgram] = {}  # least recently used first
-        self._misses: Counter[Hashable] = Counter()
-        self._missed_late: set[Hashable] = set()  # keys that missed after ops had run
+    @property
+    def is_static(self) -> bool:
+        """Whether none missed recently."""
+        return not self.misses
 
-    def __reduce__(self) -> tuple[type[ProgramCache], tuple[()]]:
-        return type(self), ()
-
-    def find(self, key: Hashable) -> GuardedProgram | None:
-        """The guarded program that a forward may repeat."""
-        program = self._known.pop(key, None)
-        if program is not None:
-            self._known[key] = program
-        return program
-
-    def is_static(self, key: Hashable) -> bool:
-        """Whether no forward of this key missed recently."""
-        return not self._misses[key]
-
-    def can_guard(self, key: Hashable) -> bool:
-        """Whether no forward of this key missed after its ops had run."""
-        return key not in self._missed_late
-
-    def learn(self, key: Hashable, program: GuardedProgram | None) -> None:
+    def learn(self, program: GuardedProgram | None) -> None:
         """Store the guarded program of a forward."""
-        if program is not None and self.can_guard(key):
-            while len(self._known) >= _MAX_PROGRAMS:
-                del self._known[next(iter(self._known))]
-            self._known[key] = program
+        if program is not None and not self.missed_late:
+            self.program = program
 
-    def repeat(self, key: Hashable) -> None:
+    def repeat(self) -> None:
         """Count a forward that passed its guards."""
-        if self._misses[key]:
-            self._misses[key] -= 1
+        if self.misses:
+            self.misses -= 1
 
-    def differ(self, key: Hashable, *, late: bool) -> None:
+    def differ(self, *, late: bool) -> None:
         """Count a forward that missed.
 
         Later forwards may repeat the new one, such as after parameters are frozen.
         Dynamic forwards keep their program, since their first calls still match.
 
         Args:
-            key: Key of the forward.
             late: Whether it was found too late to drop the rest.
         """
-        self._misses[key] = min(self._misses[key] + _MISS_PENALTY, _DYNAMIC_PENALTY)
-        if late:
-            self._missed_late.add(key)
-        if late or self._misses[key] < _DYNAMIC_PENALTY:
-            self._known.pop(key, None)
+        self.misses = min(self.misses + _MISS_PENALTY, _DYNAMIC_PENALTY)
+        self.missed_late |= late
+        if late or self.misses < _DYNAMIC_PENALTY:
+            self.program = None
+
+
+class ProgramCache:
+    """The kinds of forwards of a region, by the key that forwards have in common.
+
+    A copy of a model begins with an empty cache.
+    """
+
+    def __init__(self) -> None:
+        self._kinds: dict[Hashable, ForwardKind] = {}  # least recently used first
+        self._last: tuple[Hashable, ForwardKind] = None, ForwardKind()
+
+    def __reduce__(self) -> tuple[type[ProgramCache], tuple[()]]:
+        return type(self), ()
+
+    def find(self, key: Hashable) -> ForwardKind:
+        """The kind of a forward."""
+        if key == self._last[0]:
+            return self._last[1]
+        kind = self._kinds.pop(key, None) or ForwardKind()
+        while len(self._kinds) >= _MAX_KINDS:
+            del self._kinds[next(iter(self._kinds))]
+        self._kinds[key] = kind
+        self._last = key, kind
+        return kind

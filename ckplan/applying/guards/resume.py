@@ -16,6 +16,7 @@ import torch
 from ckplan.applying.guards.guarded_program import GuardedProgram
 from ckplan.applying.moving.mover import Form
 from ckplan.applying.rebuilding.schedule import Packed
+from ckplan.applying.recording.module_path import ModulePath, fqn_of
 from ckplan.applying.recording.op_keys import Inner, Names, Saves
 from ckplan.applying.recording.recorder import Recorder
 from ckplan.applying.recording.saved_tensors import Handle
@@ -39,7 +40,7 @@ class Beginning(NamedTuple):
 
     expected: GuardedProgram
     stop: int  # the step after the last one
-    path: list[str]
+    path: ModulePath
     inner: Sequence[OpenInner]  # innermost last
     made: Sequence[ref[torch.Tensor]]  # tensors that calls returned, by number
     retained: Mapping[int, Retained]
@@ -91,7 +92,8 @@ def _restore_steps(recorder: Recorder, begun: Beginning) -> None:
     """Restore the steps, and which of them cannot be rerun exactly."""
     expected = begun.expected
     recorder.steps.update((step, expected.steps[step]) for step in range(begun.stop))
-    recorder.paths += expected.paths[: begun.stop]
+    sites, top = expected.sites[: begun.stop], begun.path.top
+    recorder.paths += [fqn_of(site, top) for site in sites]
     normed = expected.statistics.items()
     recorder.statistics.update((v, step) for v, step in normed if step < begun.stop)
     others_wrote = {expected.flow.current[storage] for storage in expected.unfilled}

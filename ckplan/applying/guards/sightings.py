@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from ckplan.applying.moving.mover import Form
 from ckplan.applying.recording.recorder import Recorder
-from ckplan.applying.tensors.arguments import Geometry
+from ckplan.applying.tensors.geometry import Geometry
 from ckplan.applying.tensors.retained import Ref
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 
 from ckplan.applying.guards.checker import GuardChecker
 from ckplan.applying.guards.guards import make_guards
-from ckplan.applying.guards.program_cache import ProgramCache
+from ckplan.applying.guards.program_cache import ForwardKind, ProgramCache
 from ckplan.applying.moving.moved import FILE, OF_ENCODED
 from ckplan.applying.moving.mover import Mover
 from ckplan.applying.recording.op_keys import OpKey, key_of
@@ -77,22 +77,21 @@ class Choice:
         """Make op paths relative to the innermost maker that runs."""
         self.top = next((fqn for fqn in self.makers if fqn in running), self.top)
 
-    def begin(self, name: str, key: Hashable) -> Recorder | GuardChecker:
+    def begin(self, name: str, kind: ForwardKind) -> Recorder | GuardChecker:
         """Begin a forward: check guards if a program is known, else record."""
-        expected = self.programs.find(key)
+        expected = kind.program
         record = partial(Recorder, name, self.top, self.saves, self.encodes, self.mover)
         if expected is None:
             recorder = record(checks_digest=not self.recorded)
-            recorder.log.broken = not self.programs.can_guard(key)
+            recorder.log.broken = kind.missed_late
             return recorder
-        checks_digest = self.programs.is_static(key)
-        record = partial(record, checks_digest=checks_digest)
+        record = partial(record, checks_digest=kind.is_static)
         return GuardChecker(name, self.top, expected, record, self.mover)
 
     def end(
         self,
         region: Recorder | GuardChecker,
-        key: Hashable,
+        kind: ForwardKind,
         missing: Iterable[str],
         *,
         learn: bool,
@@ -101,7 +100,7 @@ class Choice:
 
         Args:
             region: The forward.
-            key: Key of the forward in the program cache.
+            kind: The forwards that it is one of.
             missing: Saves of nested regions that named no op.
             learn: Whether to store its program: the forward did not raise.
         """
@@ -113,16 +112,16 @@ class Choice:
             self.dropped_bytes = recorder.packing.dropped_bytes
             self.missing = (*self.missing_of(recorder.names.found), *missing)
             if learn:
-                self.programs.learn(key, make_guards(recorder))
+                kind.learn(make_guards(recorder))
         region.release()
         if isinstance(region, Recorder):
             return
         if region.guards_hold:
             self.dropped_bytes = region.expected.dropped_bytes
-            self.programs.repeat(key)
+            kind.repeat()
         elif learn:
             self.kept += region.kept
-            self.programs.differ(key, late=region.kept)
+            kind.differ(late=region.kept)
 
     def missing_of(self, found: Collection[OpKey]) -> Iterator[str]:
         """Saves and encodings of the plan that named no op."""

@@ -45,15 +45,20 @@ class RegionHooks:
         elif choice is not None:
             self.session.check_autocast(module, self.fqn)
             running.place(choice)
-            key = _key(module, args, kwargs)
-            region = choice.begin(choice.title or type(module).__name__, key)
+            kind = choice.programs.find(_key(module, args, kwargs))
+            region = choice.begin(choice.title or type(module).__name__, kind)
             switched_off = [m for m in self.switches if m.gradient_checkpointing]
             for switched in switched_off:
                 switched.gradient_checkpointing = False
             region.open()
             running.regions.append(
                 OpenRegion(
-                    choice, region, key, self.session, choice.last or call, switched_off
+                    choice,
+                    region,
+                    kind,
+                    self.session,
+                    choice.last or call,
+                    switched_off,
                 )
             )
         if running.regions:
@@ -125,7 +130,8 @@ class PathHooks:
     def begin(self, module: nn.Module, args: Args, kwargs: Kwargs) -> None:
         """Enter the module."""
         del module, args, kwargs
-        running.path.append(self.fqn)
+        if running.regions:
+            running.regions[-1].region.path.enter(self.fqn)
 
     @uncompiled_function
     def end(
@@ -134,14 +140,17 @@ class PathHooks:
         """Leave the module."""
         del module, args, kwargs, output
         if running.regions:
-            running.path.pop()
+            running.regions[-1].region.path.leave()
 
 
 def _key(module: nn.Module, args: Args, kwargs: Kwargs) -> Hashable:
     """The program-cache key of a forward."""
-    inputs = (x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor))
-    given = tuple((x.shape, x.dtype, x.requires_grad) for x in inputs)
-    return module.training, settings(), given
+    given = [
+        (x.shape, x.dtype, x.requires_grad)
+        for x in (*args, *kwargs.values())
+        if isinstance(x, torch.Tensor)
+    ]
+    return module.training, settings(), *given
 
 
 @dataclass

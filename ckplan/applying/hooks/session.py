@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 from weakref import WeakKeyDictionary
@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ckplan.applying.guards.checker import GuardChecker
+from ckplan.applying.guards.program_cache import ForwardKind
 from ckplan.applying.hooks.choices import Choice
 from ckplan.applying.hooks.forwards import ForwardWrapper
 from ckplan.applying.hooks.plan_warnings import (
@@ -49,7 +50,7 @@ class OpenRegion:
 
     choice: Choice
     region: Recorder | GuardChecker
-    key: Hashable
+    kind: ForwardKind
     session: Session
     last: Call  # that ends it
     switched_off: list[nn.Module]  # modules that would checkpoint themselves
@@ -80,7 +81,7 @@ class OpenRegion:
     def close(self, *, learn: bool) -> None:
         """End its forward; store its program if later forwards can repeat it."""
         self._switch_on()
-        self.choice.end(self.region, self.key, self.missing, learn=learn)
+        self.choice.end(self.region, self.kind, self.missing, learn=learn)
         recorder = self.region.recorder
         if learn and recorder is not None and self.choice.missing:
             self.session.warn_once("ops", missing_ops(self.choice, recorder))
@@ -119,11 +120,6 @@ class _Running(threading.local):
         if choice.makers:
             session = self.calls[-1][0]
             choice.below({fqn for around, fqn in self.made_by if around is session})
-
-    @property
-    def path(self) -> list[str]:
-        """FQNs of the modules that run in the open region, innermost last."""
-        return self.regions[-1].region.path if self.regions else []
 
 
 running = _Running()

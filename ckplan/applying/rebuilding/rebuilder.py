@@ -34,6 +34,7 @@ class Rebuilder:
 
     def __init__(
         self,
+        name: str,
         schedule: Schedule,
         retained: Mapping[int, Retained],
         encoded: Mapping[int, Form],
@@ -42,12 +43,14 @@ class Rebuilder:
         """Take over the tensors and states of a forward.
 
         Args:
+            name: Name of the region in errors.
             schedule: Program that rebuilds its dropped values.
             retained: Values to rebuild from, at least those that the program retains.
             encoded: Encoded and moved values, at least those that it decodes.
             states: Of the random generator before every random step that it runs.
         """
         program = schedule.program
+        self.name = name
         self._schedule = schedule
         self._stage = schedule.start
         self._values: dict[int, Retained | torch.Tensor] = {}
@@ -64,11 +67,6 @@ class Rebuilder:
         self._found: dict[_Place, torch.Tensor] = {}  # random states to restore
         self._order = stream_order(self._tensors()) if schedule.on_gpu else None
         self._warned = self._interrupted = False
-
-    @property
-    def name(self) -> str:
-        """Name of the region in errors."""
-        return self._schedule.name
 
     def unpack(self, number: int) -> torch.Tensor:
         """Rebuild a dropped tensor.
@@ -116,7 +114,9 @@ class Rebuilder:
 
     def _run(self, code: Code) -> torch.Tensor:
         try:
-            return code(self._values, self._encoded, self._states, self._draw)
+            return code(
+                self._values, self._encoded, self._states, self._draw, self.name
+            )
         except RuntimeError as error:
             retained = (x.tensor for x in self._values.values() if type(x) is Retained)
             check_gathered(self.name, retained, error)

@@ -59,7 +59,6 @@ class Schedule:
 
     def __init__(
         self,
-        name: str,
         program: Program,
         steps: Mapping[int, Step],
         packed: Sequence[Packed],
@@ -68,14 +67,12 @@ class Schedule:
         """Compile nothing yet.
 
         Args:
-            name: Name of the region in errors.
             program: Program that rebuilds dropped values.
             steps: At least those that the program runs.
             packed: The saved tensors of the forward, by number.
             drawn: Steps whose random state is kept, at least those that the program
                 runs.
         """
-        self.name = name
         self.program = program
         self.steps = steps
         self.packed = packed
@@ -116,7 +113,6 @@ class Schedule:
         kinds: dict[int, Kind] = dict.fromkeys(self.program.retained, RETAINED)
         flow = self.program.flow
         script = Script(
-            self.name,
             flow,
             self.steps,
             self.drawn,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import builtins
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from keyword import iskeyword
 from typing import Any, Final, TypeAlias
 
@@ -41,7 +41,8 @@ Kind: TypeAlias = Ref | _RetainedKind | None
 """What is known of a tensor that is there: its geometry, if anything."""
 
 Code: TypeAlias = Callable[..., torch.Tensor]
-"""Called with values, encoded values, random states, and a function that sets one."""
+"""Called with values, encoded values, random states, a function that sets one, and the
+name of the region in errors."""
 
 
 @dataclass(slots=True)
@@ -52,7 +53,6 @@ class Script:
     times the number of values.
     """
 
-    region: str
     flow: Flow
     steps: Mapping[int, Step]
     drawn: Collection[int]  # steps whose random state the forward kept
@@ -69,7 +69,7 @@ class Script:
 
     def begin(self) -> None:
         """Begin a function; the values that are there are in its first argument."""
-        self.lines, self.names, self._grad_mode = [], {"region": self.region}, None
+        self.lines, self.names, self._grad_mode = [], {}, None
         self.computes, self._dtype = False, self.default_dtype
         self._loaded, self._stored = set(), set(self.kinds)
 
@@ -175,7 +175,7 @@ class Script:
         """End the function: store what is to stay, and return the result."""
         for key in sorted(self._loaded - self._stored):
             self._add(f"values[{key}] = x{key}")
-        lines = ["def burst(values, encoded, states, draw):"]
+        lines = ["def burst(values, encoded, states, draw, region):"]
         lines += [f" {line}" for line in (*self.lines, "return r")]
         return generate(lines, self.names, _GLOBALS, "<recompute program>")
 
@@ -256,26 +256,18 @@ def _as_keywords(kwargs: Mapping[str, str]) -> list[str]:
 def _copied(retained: Retained, region: str) -> Retained:
     retained.moved(region)
     copy = copy_of(retained.tensor)
-    stride = copy.stride()
-    return replace(retained, tensor=copy, version=version_of(copy), stride=stride)
+    place = retained.place._replace(stride=copy.stride())
+    return Retained(copy, version_of(copy), place)
 
 
 def _view_of_retained(retained: Retained, ref: Ref, region: str) -> torch.Tensor:
     """A view of a tensor that may have been moved, but not changed, since forward."""
-    tensor, moved = retained.tensor, retained.moved(region)
-    _, size, stride, offset, dtype, is_conj, is_neg = ref
-    if (
-        not moved
-        and size == retained.size
-        and stride == retained.stride
-        and offset == retained.offset
-        and dtype is retained.dtype
-        and not (is_conj or is_neg or tensor.is_conj() or tensor.is_neg())
-    ):
-        return tensor  # as most parameters are taken
+    moved = retained.moved(region)
     if moved:
         ref = ref._replace(offset=ref.offset + moved)
-    return view_of(tensor, ref)
+    elif ref[1:] == retained.place:
+        return retained.tensor  # as most parameters are taken
+    return view_of(retained.tensor, ref)
 
 
 _GLOBALS: Final[dict[str, Any]] = {

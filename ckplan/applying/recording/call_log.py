@@ -13,15 +13,17 @@ from torch.overrides import TorchFunctionMode
 
 from ckplan.applying.recording.saved_tensors import Packing
 from ckplan.applying.tensors.arguments import (
-    Geometry,
     Slots,
-    UnknownArgumentError,
-    geometry_of,
     hands_out,
     is_query,
     reads_sizes,
     storage_of,
     switches,
+)
+from ckplan.applying.tensors.geometry import (
+    Geometry,
+    UnknownArgumentError,
+    geometry_of,
 )
 from ckplan.applying.tensors.retained import tensors_in
 from ckplan.applying.tensors.storages import Storages

@@ -19,6 +19,7 @@ from ckplan.applying.rebuilding.rebuilder import Rebuilder
 from ckplan.applying.rebuilding.schedule import Schedule
 from ckplan.applying.rebuilding.step import Step, depth_of
 from ckplan.applying.recording.call_log import CallLog
+from ckplan.applying.recording.module_path import ModulePath
 from ckplan.applying.recording.op_keys import Encodes, Inner, Names, OpKey, Saves
 from ckplan.applying.recording.saved_tensors import Dropped, Packing, unpack
 from ckplan.applying.tensors.compiled import uncompiled
@@ -74,7 +75,7 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self.name = name
         self.watches = False  # else it only rebuilds tensors dropped before
-        self.path: list[str] = [top]  # FQNs of the modules that run, innermost last
+        self.path = ModulePath(top)
         self._encodes, self._mover = encodes, mover
         self.names = Names.of(top, saves, encodes)
         self.paths: list[str] = []  # step -> FQN of the module that ran it
@@ -164,15 +165,14 @@ class Recorder(TorchDispatchMode):
             retained[value].moved(self.name)
         self.parts, self.schedule = parts, self.schedule_of(program)
         packing.handle.rebuilder = Rebuilder(
-            self.schedule, retained, self.encoded, self.states
+            self.name, self.schedule, retained, self.encoded, self.states
         )
         del packing.handle  # autograd holds this as long as any saved tensor
 
     def schedule_of(self, program: Program) -> Schedule:
         """The compiled form of a program of this forward."""
-        return Schedule(
-            self.name, program, self.steps, self.packing.packed, self.states.keys()
-        )
+        packed, drawn = self.packing.packed, self.states.keys()
+        return Schedule(program, self.steps, packed, drawn)
 
     def release(self) -> None:
         """Free everything retained from the forward."""
@@ -227,7 +227,7 @@ class Recorder(TorchDispatchMode):
             self.steps[number] = Step(
                 func, refs, named, generator, device, grad, dtype, views, depth
             )
-            self.paths.append(self.path[-1])
+            self.paths.append(self.path.fqns[-1])
             self.call_of.append(self.log.current)
             if state is not None:
                 self.states[number] = state
@@ -311,7 +311,7 @@ class Recorder(TorchDispatchMode):
     def _save(self, name: str, number: int, returned: list[torch.Tensor]) -> None:
         """Retain or encode the outputs that the plan names."""
         values = self.storages.flow.returned[number]
-        place = self.path[-1], name, len(values)
+        place = self.path.fqns[-1], name, len(values)
         key = self.names.key(*place)
         for part in self.open_inner[1:]:
             inner = self.inner[part - 1]

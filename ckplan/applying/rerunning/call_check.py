@@ -17,19 +17,22 @@ from torch.overrides import TorchFunctionMode
 
 from ckplan.applying.rebuilding.digest import holds_same
 from ckplan.applying.tensors.arguments import (
-    Geometry,
     Slots,
-    UnknownArgumentError,
     are_switched,
-    geometry_of,
-    has_geometry,
     is_query,
     switches,
     version_of,
 )
+from ckplan.applying.tensors.geometry import (
+    Geometry,
+    GeometryCheck,
+    UnknownArgumentError,
+    geometry_of,
+)
 from ckplan.applying.tensors.matchers import Matcher, Matchers
 from ckplan.applying.tensors.random_state import random_state
 from ckplan.applying.tensors.retained import tensors_in
+from ckplan.applying.tensors.sharing import Shared, exactly
 
 _NOT_COMPARED = 0
 _NOT_FOLLOWED = (
@@ -68,7 +71,7 @@ class KnownCalls:
     """The calls of a learned forward."""
 
     calls: Sequence[KnownCall]
-    outside: Sequence[Geometry]  # of tensors from outside, as they were met
+    outside: Sequence[GeometryCheck]  # of tensors from outside, as they were met
     digests: Sequence[int]
 
 
@@ -191,7 +194,7 @@ class CallCheck(TorchFunctionMode):
     def meet(self, number: int, tensor: torch.Tensor) -> bool:
         """Whether a tensor from outside is as it was learned."""
         assert self.known is not None
-        if not has_geometry(tensor, self.known.outside[number]):
+        if not self.known.outside[number].passes(tensor):
             return False
         if self._expected is None:
             self.met.append(weakref.ref(tensor))
@@ -325,7 +328,12 @@ class CallCheck(TorchFunctionMode):
                     one.num_digests,
                 )
             )
-        return KnownCalls(tuple(calls), tuple(self._outside), tuple(self.digests))
+        outside = tuple(map(GeometryCheck.of, self._outside))
+        found = KnownCalls(tuple(calls), outside, tuple(self.digests))
+        return _KNOWN.one(exactly(found), found)
+
+
+_KNOWN: Shared[KnownCalls] = Shared()  # of modules that are alike
 
 
 def _shown(tensor: torch.Tensor) -> str:

@@ -13,28 +13,16 @@ from __future__ import annotations
 import enum
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
+
+from ckplan.applying.tensors.geometry import KINDS, UnknownArgumentError
+from ckplan.applying.tensors.sharing import PLAIN
 
 _ATTENTION = (
     torch.nn.functional.scaled_dot_product_attention,
     torch.nn.functional.multi_head_attention_forward,
-)
-_KINDS = (torch.Tensor, torch.nn.Parameter, FakeTensor)  # no other subclasses
-_PLAIN = frozenset(
-    {
-        bool,
-        int,
-        str,
-        type(None),
-        type(...),
-        torch.dtype,
-        torch.device,
-        torch.layout,
-        torch.memory_format,
-    }
 )
 _SEQUENCES = (tuple, list, torch.Size)
 _FACTS = frozenset(
@@ -94,59 +82,6 @@ _WITH_SIZES = frozenset(  # in their second argument, of packed sequences for mo
         "_pad_packed_sequence",
     }
 )
-
-
-class UnknownArgumentError(Exception):
-    """A function was called with an argument that cannot be compared."""
-
-
-class Geometry(NamedTuple):
-    """The properties of a tensor that decide which ops run on it."""
-
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int
-    dtype: torch.dtype
-    device: torch.device
-    requires_grad: bool
-    kind: type[torch.Tensor]
-
-
-def geometry_of(tensor: torch.Tensor) -> Geometry:
-    """Describe a strided tensor.
-
-    Raises:
-        UnknownArgumentError: It is of a kind that does not act as a plain tensor.
-    """
-    kind, lazy = type(tensor), tensor.is_conj() or tensor.is_neg()
-    if kind not in _KINDS or tensor.layout != torch.strided or lazy:
-        raise UnknownArgumentError
-    return Geometry(
-        tensor.size(),
-        tensor.stride(),
-        tensor.storage_offset(),
-        tensor.dtype,
-        tensor.device,
-        tensor.requires_grad,
-        kind,
-    )
-
-
-def has_geometry(tensor: Any, geometry: Geometry) -> bool:
-    """Whether a tensor is strided and has a geometry."""
-    size, stride, offset, dtype, device, requires_grad, kind = geometry
-    return (
-        type(tensor) is kind
-        and tensor.shape == size
-        and tensor.requires_grad is requires_grad
-        and tensor.dtype is dtype
-        and tensor.layout is _strided
-        and tensor.stride() == stride
-        and tensor.storage_offset() == offset
-        and tensor.device == device
-        and not tensor.is_neg()
-        and not (dtype.is_complex and tensor.is_conj())
-    )
 
 
 def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage:
@@ -238,7 +173,6 @@ _SETTINGS = (
     *_ATTENTION_KERNELS,
 )
 _DEVICES = ("cpu", "cuda")
-_strided = torch.strided  # saves looking up
 
 
 def settings() -> tuple[Any, ...]:
@@ -281,9 +215,9 @@ class Slots:
     def _freeze(self, values: Iterable[Any], found: list[Any]) -> None:
         for value in values:
             kind = type(value)
-            if kind in _PLAIN:
+            if kind in PLAIN:
                 found += kind, value
-            elif kind in _KINDS or isinstance(value, torch.Tensor):
+            elif kind in KINDS or isinstance(value, torch.Tensor):
                 found += torch.Tensor, self._number(value)
             elif kind in _SEQUENCES:
                 found += kind, len(value)

@@ -12,6 +12,8 @@ from functools import lru_cache
 from types import CodeType, FunctionType
 from typing import Any
 
+from ckplan.applying.tensors.sharing import Shared, exactly
+
 _MOST_SOURCES = 4096
 
 
@@ -21,7 +23,7 @@ def generate(
     names: dict[str, Any],
     file: str,
 ) -> Callable[..., Any]:
-    """Make a function.
+    """Make a function, or find one that is the same.
 
     Args:
         lines: Its source; the first one defines it.
@@ -33,8 +35,11 @@ def generate(
     name = lines[0].removeprefix("def ").partition("(")[0]
     source = f"def make({', '.join(constants)}):\n {body}\n return {name}"
     make = FunctionType(_compiled(source, file), names)
-    function: Callable[..., Any] = make(*constants.values())
-    return function
+    function: FunctionType = make(*constants.values())
+    return _FUNCTIONS.one(exactly(function.__code__, id(names), constants), function)
+
+
+_FUNCTIONS: Shared[FunctionType] = Shared()
 
 
 @lru_cache(_MOST_SOURCES)

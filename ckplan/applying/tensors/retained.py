@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ckplan.applying.tensors.arguments import Geometry, version_of
+from ckplan.applying.tensors.arguments import version_of
 from ckplan.errors import ApplyError
 
 
@@ -24,16 +24,24 @@ class Ref(NamedTuple):
     is_neg: bool = False
 
 
+class Place(NamedTuple):
+    """Where a tensor lies in its storage: what ``Ref`` tells beside the value."""
+
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    is_conj: bool = False
+    is_neg: bool = False
+
+
 @dataclass(slots=True)
 class Retained:
     """A value that a region retains to rebuild from."""
 
     tensor: torch.Tensor
     version: int
-    offset: int  # in its storage, during forward
-    size: torch.Size  # during forward, as the rest
-    stride: tuple[int, ...]
-    dtype: torch.dtype
+    place: Place  # during forward
 
     def settle(self) -> None:
         """Fix the version that later uses must find.
@@ -49,7 +57,7 @@ class Retained:
         Raises:
             ApplyError: The tensor changed since forward.
         """
-        tensor = self.tensor
+        tensor, (size, stride, offset, dtype, *_) = self.tensor, self.place
         if version_of(tensor) != self.version:
             shape = tuple(tensor.shape)
             raise ApplyError(
@@ -59,16 +67,16 @@ class Retained:
                 needed="parameters and inputs that do not change until backward",
                 hint="update parameters after backward, or leave this call out",
             )
-        if tensor.size() != self.size:  # DeepSpeed frees a parameter's data
-            raise _not_gathered(region, self.size)
-        if tensor.stride() != self.stride or tensor.dtype is not self.dtype:
+        if tensor.size() != size:  # DeepSpeed frees a parameter's data
+            raise _not_gathered(region, size)
+        if tensor.stride() != stride or tensor.dtype is not dtype:
             raise ApplyError(
-                f"cannot rebuild {region}: a tensor of shape {tuple(self.size)} that "
+                f"cannot rebuild {region}: a tensor of shape {tuple(size)} that "
                 "it reads was given another memory format or type after its forward",
                 needed="parameters and inputs that do not change until backward",
                 hint="convert the model before the step",
             )
-        return tensor.storage_offset() - self.offset
+        return tensor.storage_offset() - offset
 
 
 def retain(tensor: torch.Tensor) -> Retained:
@@ -80,20 +88,14 @@ def retain(tensor: torch.Tensor) -> Retained:
         base = tensor._base
         is_view = base is not None and isinstance(base, torch.nn.Parameter)
         tensor = base if is_view else bare(tensor)
-    return Retained(
-        tensor,
-        version_of(tensor),
-        tensor.storage_offset(),
-        tensor.size(),
-        tensor.stride(),
-        tensor.dtype,
-    )
+    return Retained(tensor, version_of(tensor), place_of(tensor))
 
 
-def retain_parameter(tensor: torch.Tensor, geometry: Geometry) -> Retained:
-    """Retain a parameter whose geometry is known."""
-    size, stride, offset, dtype, *_ = geometry
-    return Retained(tensor, version_of(tensor), offset, size, stride, dtype)
+def place_of(tensor: torch.Tensor) -> Place:
+    """Where a tensor lies in its storage."""
+    size, stride, offset = tensor.size(), tensor.stride(), tensor.storage_offset()
+    bits = tensor.is_conj(), tensor.is_neg()
+    return Place(size, stride, offset, tensor.dtype, *bits)
 
 
 def bare(tensor: torch.Tensor) -> torch.Tensor:
@@ -120,9 +122,7 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
 def ref_of(tensor: torch.Tensor, value: int) -> Ref:
     """A tensor as a view of the value of its storage."""
-    offset = tensor.storage_offset()
-    bits = tensor.is_conj(), tensor.is_neg()
-    return Ref(value, tensor.size(), tensor.stride(), offset, tensor.dtype, *bits)
+    return Ref(value, *place_of(tensor))
 
 
 def view_of(tensor: torch.Tensor, ref: Ref) -> torch.Tensor:

@@ -8,7 +8,8 @@ from weakref import ref
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ckplan.applying.tensors.arguments import UnknownArgumentError, storage_of
+from ckplan.applying.tensors.arguments import storage_of
+from ckplan.applying.tensors.geometry import UnknownArgumentError
 from ckplan.applying.tensors.retained import Retained, retain, retain_copy
 from ckplan.errors import ApplyError
 from ckplan.simulating.program import EXTERNAL, Flow

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from ckplan.applying.tensors.arguments import UnknownArgumentError, storage_of
+from ckplan.applying.tensors.arguments import storage_of
+from ckplan.applying.tensors.geometry import UnknownArgumentError
 from ckplan.errors import WorkloadError
 from ckplan.graph.records import BEFORE_STEP
 from ckplan.tracing.recording.recording import RawStorage, Recording, describe
