@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -15,6 +15,7 @@ from ckplan.applying.tensors.arguments import version_of
 from ckplan.applying.tensors.geometry import Geometry, GeometryCheck
 from ckplan.applying.tensors.matchers import Matcher
 from ckplan.applying.tensors.retained import Place, Retained, tensors_in
+from ckplan.applying.tensors.sharing import Shared, exactly
 from ckplan.simulating.program import Flow, NestedRegion
 
 
@@ -139,3 +140,17 @@ class GuardedProgram:
     draws: frozenset[int]  # steps
     statistics: Mapping[int, int]  # running statistics -> step that reads them
     unfilled: frozenset[int]  # storages that code other than ops may write
+
+    def shared(self) -> GuardedProgram:
+        """The program of a layer that is alike; this one if there is none.
+
+        Layers of a model then read the same objects at every call, which a processor's
+        caches hold: with their own, a layer costs more the more layers there are.
+        """
+        own = (getattr(self, one.name) for one in fields(self) if one.name != _SCHEDULE)
+        key = exactly(self.schedule.program, self.schedule.drawn, *own)
+        return _PROGRAMS.one(key, self)
+
+
+_SCHEDULE = "schedule"  # made of the other fields, and of its program and draws
+_PROGRAMS: Shared[GuardedProgram] = Shared()

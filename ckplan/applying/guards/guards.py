@@ -8,8 +8,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
-from dataclasses import fields
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import pairwise
 
 import torch
@@ -27,7 +26,6 @@ from ckplan.applying.recording.module_path import site_of
 from ckplan.applying.recording.recorder import Recorder
 from ckplan.applying.tensors.matchers import Matchers
 from ckplan.applying.tensors.retained import Retained
-from ckplan.applying.tensors.sharing import Shared, exactly
 from ckplan.encodings import BITS
 from ckplan.simulating.program import (
     EXTERNAL,
@@ -137,20 +135,7 @@ def make_guards(seen: Recorder) -> GuardedProgram | None:
         statistics=seen.statistics,
         unfilled=frozenset(storages.unfilled),
     )
-    return found if constants else _PROGRAMS.one(_key(found), found)
-
-
-_PROGRAMS: Shared[GuardedProgram] = Shared()
-
-
-def _key(program: GuardedProgram) -> Hashable:
-    """What forwards must have in common to be checked against the same program."""
-    schedule = program.schedule
-    own = (getattr(program, name) for name in _FIELDS)
-    return exactly(schedule.program, schedule.drawn, *own)
-
-
-_FIELDS = [f.name for f in fields(GuardedProgram) if f.name != "schedule"]
+    return found.shared()
 
 
 def _places(
