@@ -412,7 +412,7 @@ FAULTS = [
     ),
     Fault(
         "applying/guards/checker.py",
-        "if not self._inputs.match_constants(call, returned):",
+        "if constants and not self._inputs.match_constants(constants, returned):",
         "if False:",
         REPLAY,
     ),

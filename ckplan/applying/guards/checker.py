@@ -288,7 +288,8 @@ class GuardChecker(TorchFunctionMode):
 
     def _take(self, call: CallGuard, returned: list[torch.Tensor]) -> None:
         """Retain returned tensors if the returned constants pass their guards."""
-        if not self._inputs.match_constants(call, returned):
+        constants = call.returned_constants
+        if constants and not self._inputs.match_constants(constants, returned):
             self._keep_rest(call.stop)
             return
         for capture in call.captures:

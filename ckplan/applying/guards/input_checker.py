@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TypeGuard
 from weakref import ref
 
 import torch
 
-from ckplan.applying.guards.guarded_program import (
-    CallGuard,
-    GuardedProgram,
-    TensorGuard,
-)
+from ckplan.applying.guards.guarded_program import GuardedProgram, TensorGuard
 from ckplan.applying.tensors.arguments import version_of
 from ckplan.applying.tensors.retained import Retained, retain
 
@@ -55,11 +51,15 @@ class InputChecker:
             one() is tensor for one in self._made
         )
 
-    def match_constants(self, call: CallGuard, returned: list[torch.Tensor]) -> bool:
-        """Whether the constants that a call returned pass their guards."""
+    def match_constants(
+        self,
+        constants: Iterable[tuple[int, TensorGuard]],
+        returned: Sequence[torch.Tensor],
+    ) -> bool:
+        """Whether the constants that a call returned pass their guards, by place."""
         return all(
             place < len(returned) and self._passes(guard, returned[place])
-            for place, guard in call.returned_constants
+            for place, guard in constants
         )
 
     def _passes(self, guard: TensorGuard, tensor: torch.Tensor) -> bool:

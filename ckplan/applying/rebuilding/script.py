@@ -262,12 +262,13 @@ def _copied(retained: Retained, region: str) -> Retained:
 
 def _view_of_retained(retained: Retained, ref: Ref, region: str) -> torch.Tensor:
     """A view of a tensor that may have been moved, but not changed, since forward."""
-    moved = retained.moved(region)
-    if moved:
-        ref = ref._replace(offset=ref.offset + moved)
-    elif ref[1:] == retained.place:
+    moved, place = retained.moved(region), retained.place
+    if ref[1:] == place and not moved:
         return retained.tensor  # as most parameters are taken
-    return view_of(retained.tensor, ref)
+    _, size, stride, offset, dtype, is_conj, is_neg = ref
+    if dtype is place.dtype and not (is_conj or is_neg or any(place[4:])):
+        return retained.tensor.as_strided(size, stride, offset + moved)
+    return view_of(retained.tensor, ref._replace(offset=offset + moved))
 
 
 _GLOBALS: Final[dict[str, Any]] = {

@@ -14,7 +14,7 @@ class ModulePath:
         """Begin with the module that op paths are relative to."""
         self.top = top
         self.fqns = [top]
-        self.sites = [site_of(top, top)]
+        self.sites = ["."]
 
     def enter(self, fqn: str) -> None:
         """Begin a module's forward."""
