@@ -116,11 +116,8 @@ class GuardChecker(TorchFunctionMode):
     @property
     def recorder(self) -> Recorder | None:
         """Recorder of the rest after a miss; None if the rest is kept."""
-        return (
-            self.rerecorder
-            if self.rerecorder is not None and self.rerecorder.watches
-            else None
-        )
+        found = self.rerecorder
+        return found if found is not None and found.watches else None
 
     def close(self) -> None:
         """End the forward; retain only tensors that the program needs."""
