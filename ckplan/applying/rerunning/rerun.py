@@ -11,7 +11,7 @@ the second run raises an error that names the region, never a wrong gradient.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import repeat
 from typing import Any
@@ -187,18 +187,37 @@ def _taken_apart(
     args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[list[Any], Callable[[list[Any]], tuple[Sequence[Any], Mapping[str, Any]]]]:
     """What a call was given, one by one, and what puts it together again."""
-    leaves = [*args, *kwargs.values()]
+    leaves: list[Any] = []
+    form = _form(tuple(args), leaves), _form(kwargs, leaves)
     if all(isinstance(one, _LEAVES) for one in leaves):
-        count, names = len(args), [*kwargs]
-
-        def put_together(
-            given: list[Any],
-        ) -> tuple[Sequence[Any], Mapping[str, Any]]:
-            return given[:count], dict(zip(names, given[count:], strict=True))
-
-        return leaves, put_together
+        return leaves, partial(_formed, form)
     leaves, spec = pytree.tree_flatten((args, kwargs))
     return leaves, partial(pytree.tree_unflatten, treespec=spec)
+
+
+def _form(value: Any, leaves: list[Any]) -> Any:
+    """The form of nested tuples, lists and dicts; what they hold is added to leaves."""
+    kind = type(value)
+    if kind is tuple or kind is list:
+        return kind, None, [_form(one, leaves) for one in value]
+    if kind is dict:
+        return kind, [*value], [_form(one, leaves) for one in value.values()]
+    leaves.append(value)
+    return None
+
+
+def _formed(form: Any, leaves: Iterable[Any]) -> Any:
+    """Leaves in a form."""
+    given = iter(leaves)
+    return tuple([_in_form(one, given) for one in form])
+
+
+def _in_form(form: Any, leaves: Iterator[Any]) -> Any:
+    if form is None:
+        return next(leaves)
+    kind, keys, items = form
+    values = [_in_form(one, leaves) for one in items]
+    return kind(values) if keys is None else dict(zip(keys, values, strict=True))
 
 
 def _detached(leaves: Iterable[Any]) -> list[Any]:
