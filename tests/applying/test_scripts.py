@@ -18,7 +18,7 @@ from ckplan import applying
 from ckplan.applying.rebuilding import schedule
 from ckplan.applying.rebuilding.rebuilder import Rebuilder
 from ckplan.applying.rebuilding.schedule import Schedule, Stage
-from ckplan.applying.rebuilding.script import _view_of_retained
+from ckplan.applying.rebuilding.script import _copied, _view_of_retained
 from ckplan.applying.recording.saved_tensors import Dropped
 from ckplan.applying.tensors.retained import ref_of, retain
 from ckplan.errors import ApplyError
@@ -299,7 +299,10 @@ def test_a_retained_tensor_is_taken_as_it_is_only_where_its_view_is_the_same() -
     ]
     for held in views:
         retained = retain(held)
+        copied = _copied(retained, "region")
         for wanted in views:
+            taken = _view_of_retained(copied, ref_of(wanted, 0), "region")
+            assert torch.equal(taken, wanted) and taken is not held
             taken = _view_of_retained(retained, ref_of(wanted, 0), "region")
             assert torch.equal(taken, wanted)
             assert taken.stride() == wanted.stride()

@@ -209,12 +209,17 @@ def states() -> list[AbstractContextManager[Any]]:
     ]
 
 
-@pytest.mark.parametrize("has_fast_one", [True, False])
+def guards_of_another_torch(tensor: torch.Tensor) -> None:
+    """Takes other arguments."""
+    raise AssertionError(tensor)
+
+
+@pytest.mark.parametrize("guards", ["", None, guards_of_another_torch])
 def test_a_fast_check_passes_what_the_properties_pass(
-    monkeypatch: pytest.MonkeyPatch, has_fast_one: bool
+    monkeypatch: pytest.MonkeyPatch, guards: Any
 ) -> None:
-    if not has_fast_one:
-        monkeypatch.setattr(geometry, "_TensorGuards", None)
+    if guards != "":
+        monkeypatch.setattr(geometry, "_TensorGuards", guards)
     found = tensors()
     for like in found[:2] + found[3:5] + found[12:16]:
         for learned_in in states():

@@ -23,6 +23,7 @@ from ckplan.applying.tensors.retained import (
     Ref,
     Retained,
     copy_of,
+    place_of,
     tensors_in,
     view_of,
 )
@@ -256,8 +257,8 @@ def _as_keywords(kwargs: Mapping[str, str]) -> list[str]:
 def _copied(retained: Retained, region: str) -> Retained:
     retained.moved(region)
     copy = copy_of(retained.tensor)
-    place = retained.place._replace(stride=copy.stride())
-    return Retained(copy, version_of(copy), place)
+    offset = retained.place.offset  # what was moved since then is so in the copy
+    return Retained(copy, version_of(copy), place_of(copy)._replace(offset=offset))
 
 
 def _view_of_retained(retained: Retained, ref: Ref, region: str) -> torch.Tensor:

@@ -91,16 +91,26 @@ class GeometryCheck:
             return True
         if not has_geometry(tensor, self._geometry):
             return False
-        is_first = self._is_alike is _is_never_alike
-        if is_first and _TensorGuards is not None and type(tensor) is not FakeTensor:
-            sizes = {"dynamic_dims_sizes": None, "dynamic_dims_strides": None}
-            self._is_alike = _TensorGuards(tensor, **sizes).check
+        if self._is_alike is _is_never_alike and type(tensor) is not FakeTensor:
+            self._is_alike = _likeness(tensor)
         return True
 
 
 def _is_never_alike(tensor: object) -> bool:
     """No tensor has passed yet."""
     return False
+
+
+def _likeness(tensor: torch.Tensor) -> Callable[[Any], bool]:
+    """What tells whether others are like a tensor; in some versions of torch, never."""
+    if _TensorGuards is None:
+        return _is_never_alike
+    sizes = {"dynamic_dims_sizes": None, "dynamic_dims_strides": None}
+    try:
+        check: Callable[[Any], bool] = _TensorGuards(tensor, **sizes).check
+    except TypeError:
+        return _is_never_alike
+    return check
 
 
 _CHECKS: Shared[GeometryCheck] = Shared()
