@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import combinations, starmap
 from typing import Any
 
 import pytest
@@ -24,6 +24,7 @@ from ckplan.applying.tensors.retained import Place, Ref
 from ckplan.applying.tensors.sharing import Shared, exactly
 from ckplan.plan.names import OpName
 from ckplan.plan.plan import Plan, PlannedRegion
+from ckplan.plan.region import PROGRAM, RERUN
 
 
 @dataclass(frozen=True)
@@ -182,6 +183,77 @@ def test_errors_name_the_layer_though_its_program_is_that_of_another() -> None:
             model[2].back.weight.add_(1)
         with pytest.raises(applying.regions.ApplyError, match=r"cannot rebuild 2"):
             out.sum().backward()
+
+
+class Block(nn.Module):
+    """Its kinds differ in numbers, functions, and whether they are given more."""
+
+    def __init__(self, p: float, act: Callable[..., torch.Tensor], scale: Any) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.linear, self.back = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.p, self.act, self.scale = p, act, scale
+
+    def forward(
+        self, x: torch.Tensor, more: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        inner = nn.functional.dropout(self.act(self.linear(self.norm(x))), self.p)
+        inner = inner if more is None else inner + more
+        return x + self.back(inner) * self.scale
+
+
+class Blocks(nn.Module):
+    """Blocks that are nearly alike."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        gelu, relu = nn.functional.gelu, nn.functional.relu
+        kinds = (0.1, gelu, 1.0), (0.1, gelu, 1.0), (0.2, gelu, 1.0), (0.1, relu, 1.0)
+        signs = (0.1, gelu, 1), (0.1, gelu, True), (0.1, gelu, 0.0), (0.1, gelu, -0.0)
+        self.blocks = nn.ModuleList(starmap(Block, (*kinds, *signs, *kinds[:2])))
+        self.more = nn.Parameter(torch.randn(16))
+
+    def forward(self, x: torch.Tensor, turn: int) -> torch.Tensor:
+        for number, block in enumerate(self.blocks):
+            x = block(x, None if (number + turn) % 4 else self.more)
+        return x
+
+
+def trained(plan: Plan | None) -> list[torch.Tensor]:
+    """Losses and gradients of steps before each of which something changes."""
+    torch.manual_seed(0)
+    model = Blocks()
+    if plan is not None:
+        applying.apply(model, plan)
+    blocks: Any = model.blocks
+    blocks[8].linear.weight.requires_grad_(False)
+    blocks[9].norm.eps = 1e-3
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    found = []
+    for step in range(8):
+        if step == 3:
+            blocks[2].p, blocks[4].scale = 0.1, 3.0
+        if step == 5:
+            blocks[0].linear.weight.requires_grad_(False)
+            blocks[5].act = torch.tanh
+        x = torch.randn(4, 3 if step % 3 == 2 else 4, 8)
+        losses = [model(x, step % 2).square().mean(), model(x * 0.5, 0).sin().mean()]
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=step in (4, 6)):
+            losses.append(model(x, 1).float().square().mean())
+        sum(losses, torch.zeros(())).backward()
+        grads = (one.grad for one in model.parameters())
+        found += losses + [one.clone() for one in grads if one is not None]
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("by", [PROGRAM, RERUN])
+def test_layers_that_are_nearly_alike_are_never_taken_for_each_other(by: str) -> None:
+    plan = Plan(regions=tuple(PlannedRegion(f"blocks.{n}", by=by) for n in range(10)))
+    found, expected = trained(plan), trained(None)
+    assert len(found) == len(expected)
+    assert all(map(torch.equal, found, expected))
 
 
 # -- geometry --------------------------------------------------------------------------
