@@ -20,7 +20,7 @@ from ckplan.applying.rebuilding.rebuilder import Rebuilder
 from ckplan.applying.rebuilding.schedule import Schedule, Stage
 from ckplan.applying.rebuilding.script import _copied, _view_of_retained
 from ckplan.applying.recording.saved_tensors import Dropped
-from ckplan.applying.tensors.retained import ref_of, retain
+from ckplan.applying.tensors.retained import place_of, retain
 from ckplan.errors import ApplyError
 from ckplan.plan.names import OpName
 from ckplan.plan.plan import Plan, PlannedRegion
@@ -301,9 +301,9 @@ def test_a_retained_tensor_is_taken_as_it_is_only_where_its_view_is_the_same() -
         retained = retain(held)
         copied = _copied(retained, "region")
         for wanted in views:
-            taken = _view_of_retained(copied, ref_of(wanted, 0), "region")
+            taken = _view_of_retained(copied, place_of(wanted), "region")
             assert torch.equal(taken, wanted) and taken is not held
-            taken = _view_of_retained(retained, ref_of(wanted, 0), "region")
+            taken = _view_of_retained(retained, place_of(wanted), "region")
             assert torch.equal(taken, wanted)
             assert taken.stride() == wanted.stride()
             assert (taken is held) == (held is wanted)

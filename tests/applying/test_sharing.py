@@ -43,7 +43,7 @@ VALUES: tuple[Any, ...] = (
     *(torch.Size((1, 2)), (1, 2), Pair(1, 2), Pair(2, 1), Pair(1, (2,)), Pair(1.0, 2)),
     *(torch.float32, torch.float64, torch.strided, torch.device("cpu"), "cpu"),
     *(torch.Tensor.size, torch.Tensor.dim, torch.relu, torch.ops.aten.relu.default),
-    *(Ref(1, torch.Size((2,)), (1,), 0, torch.float32), slice(1), slice(2), {0.0}),
+    *(Ref(1, Place(torch.Size(()), (), 0, torch.float32)), slice(1), slice(2), {0.0}),
     Place(torch.Size((2,)), (1,), 0, torch.float32),
 )
 

@@ -147,10 +147,10 @@ class GuardedProgram:
         Layers of a model then read the same objects at every call, which a processor's
         caches hold: with their own, a layer costs more the more layers there are.
         """
-        own = (getattr(self, one.name) for one in fields(self) if one.name != _SCHEDULE)
+        own = (getattr(self, f.name) for f in fields(self) if f.name not in _DERIVED)
         key = exactly(self.schedule.program, self.schedule.drawn, *own)
         return _PROGRAMS.one(key, self)
 
 
-_SCHEDULE = "schedule"  # made of the other fields, and of its program and draws
+_DERIVED = ("flow", "schedule")  # in the program, and made of program and draws
 _PROGRAMS: Shared[GuardedProgram] = Shared()

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from ckplan.applying.moving.mover import Form
 from ckplan.applying.recording.recorder import Recorder
 from ckplan.applying.tensors.geometry import Geometry
-from ckplan.applying.tensors.retained import Ref
+from ckplan.applying.tensors.retained import Place, Ref
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +42,12 @@ class Sightings:
     def in_packed(self, value: int, small: Form | None) -> int | None:
         """The number of the saved tensor that it is."""
         for place, ref in self.packed.get(value, ()):
-            if small is None or (ref is not None and _fits(small, ref)):
+            if small is None or (ref is not None and _fits(small, ref.place)):
                 return place
         return None
 
 
-def _fits(small: Form, tensor: Geometry | Ref) -> bool:
+def _fits(small: Form, tensor: Geometry | Place) -> bool:
     """Whether a tensor has the geometry of the encoded one."""
     same = tensor.size == small.size and tensor.stride == small.stride
     return same and tensor.dtype == small.dtype and tensor.offset == 0

@@ -128,7 +128,7 @@ class Schedule:
         script.begin()
         level = rebuild.owner(ref.value, part)
         level.materialize(ref.value)
-        script.take(level.machine.base + ref.value, ref)
+        script.take(level.machine.base + ref.value, ref.place)
         level.release(ref.value)
 
 

@@ -20,6 +20,7 @@ from ckplan.applying.rebuilding.step import Step
 from ckplan.applying.tensors.arguments import version_of
 from ckplan.applying.tensors.generated import generate
 from ckplan.applying.tensors.retained import (
+    Place,
     Ref,
     Retained,
     copy_of,
@@ -38,8 +39,8 @@ class _RetainedKind:
 
 RETAINED: Final = _RetainedKind()
 
-Kind: TypeAlias = Ref | _RetainedKind | None
-"""What is known of a tensor that is there: its geometry, if anything."""
+Kind: TypeAlias = Place | _RetainedKind | None
+"""What is known of a tensor that is there: its place in the storage, if anything."""
 
 Code: TypeAlias = Callable[..., torch.Tensor]
 """Called with values, encoded values, random states, a function that sets one, and the
@@ -109,7 +110,7 @@ class Script:
                 self._add(f"x{key} = o[{place}]")
             self._add("del o")
         for place, key in made:
-            self._make(key, op.returned[place])
+            self._make(key, op.returned[place].place)
         self._overwrite(base, step, there, copies, keep)
 
     def _outputs(
@@ -164,13 +165,13 @@ class Script:
             self._stored.remove(key)
             self._add(f"del values[{key}]")
 
-    def take(self, key: int, ref: Ref) -> None:
+    def take(self, key: int, place: Place) -> None:
         """Make the function's result: a view of a value."""
         if self._grad_mode:
             self._add("set_grad_enabled(False)")
         self._set_default_dtype(self.default_dtype)
         self._load(key)
-        self._add(f"r = {self._view(key, f'x{key}', ref)}")
+        self._add(f"r = {self._view(key, f'x{key}', place)}")
 
     def end(self) -> Code:
         """End the function: store what is to stay, and return the result."""
@@ -213,23 +214,22 @@ class Script:
         kind = type(argument)
         if kind is Ref:
             key = base + argument.value
-            return self._view(key, there[argument.value], argument)
+            return self._view(key, there[argument.value], argument.place)
         if kind is list:
             items = (self._argument(base, item, there) for item in argument)
             return f"[{', '.join(items)}]"
         return repr(argument) if kind in _INLINE else self._constant(argument)
 
-    def _view(self, key: int, tensor: str, ref: Ref) -> str:
+    def _view(self, key: int, tensor: str, place: Place) -> str:
         """The view that an op had of a value."""
         kind = self.kinds[key]
         if kind is RETAINED:
-            return f"view_of_retained({tensor}, {self._constant(ref)}, region)"
-        if not isinstance(kind, Ref) or not _is_plain(kind, ref):
-            return f"view_of({tensor}, {self._constant(ref)})"
-        place = ref.size, ref.stride, ref.offset
-        if place == (kind.size, kind.stride, kind.offset):
+            return f"view_of_retained({tensor}, {self._constant(place)}, region)"
+        if not isinstance(kind, Place) or not place.is_strided_from(kind):
+            return f"view_of({tensor}, {self._constant(place)})"
+        if place == kind:
             return tensor
-        return f"{tensor}.as_strided({', '.join(map(self._constant, place))})"
+        return f"{tensor}.as_strided({', '.join(map(self._constant, place[:3]))})"
 
     def _constant(self, value: Any) -> str:
         """A name of a value: functions of the same source share their code."""
@@ -239,12 +239,6 @@ class Script:
 
 
 _ABSENT = object()
-
-
-def _is_plain(there: Ref, ref: Ref) -> bool:
-    """Whether strides alone lead from one view of a value to another."""
-    same = there.dtype == ref.dtype
-    return same and not (there.is_conj or there.is_neg or ref.is_conj or ref.is_neg)
 
 
 def _as_keywords(kwargs: Mapping[str, str]) -> list[str]:
@@ -261,15 +255,16 @@ def _copied(retained: Retained, region: str) -> Retained:
     return Retained(copy, version_of(copy), place_of(copy)._replace(offset=offset))
 
 
-def _view_of_retained(retained: Retained, ref: Ref, region: str) -> torch.Tensor:
+def _view_of_retained(retained: Retained, place: Place, region: str) -> torch.Tensor:
     """A view of a tensor that may have been moved, but not changed, since forward."""
-    moved, place = retained.moved(region), retained.place
-    if ref[1:] == place and not moved:
+    moved = retained.moved(region)
+    if place == retained.place and not moved:
         return retained.tensor  # as most parameters are taken
-    _, size, stride, offset, dtype, is_conj, is_neg = ref
-    if dtype is place.dtype and not (is_conj or is_neg or any(place[4:])):
-        return retained.tensor.as_strided(size, stride, offset + moved)
-    return view_of(retained.tensor, ref._replace(offset=offset + moved))
+    if place.is_strided_from(retained.place):
+        return retained.tensor.as_strided(
+            place.size, place.stride, place.offset + moved
+        )
+    return view_of(retained.tensor, place._replace(offset=place.offset + moved))
 
 
 _GLOBALS: Final[dict[str, Any]] = {

@@ -86,7 +86,7 @@ class Packing:
             self.dropped_bytes += tensor.untyped_storage().nbytes()
         self._seen.add(value)
         ref = ref_of(tensor, value)
-        self.packed.append(Packed(ref.size, value, ref, part))
+        self.packed.append(Packed(ref.place.size, value, ref, part))
         dropped = Dropped(self.handle, len(self.packed) - 1)
         if self._checks_digest:
             dropped.like = digest(tensor)

@@ -188,7 +188,7 @@ def _taken_apart(
 ) -> tuple[list[Any], Callable[[list[Any]], tuple[Sequence[Any], Mapping[str, Any]]]]:
     """What a call was given, one by one, and what puts it together again."""
     leaves: list[Any] = []
-    form = _form(tuple(args), leaves), _form(kwargs, leaves)
+    form = _form((tuple(args), kwargs), leaves)
     if all(isinstance(one, _LEAVES) for one in leaves):
         return leaves, partial(_formed, form)
     leaves, spec = pytree.tree_flatten((args, kwargs))
@@ -208,8 +208,7 @@ def _form(value: Any, leaves: list[Any]) -> Any:
 
 def _formed(form: Any, leaves: Iterable[Any]) -> Any:
     """Leaves in a form."""
-    given = iter(leaves)
-    return tuple([_in_form(one, given) for one in form])
+    return _in_form(form, iter(leaves))
 
 
 def _in_form(form: Any, leaves: Iterator[Any]) -> Any:

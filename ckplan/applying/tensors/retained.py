@@ -12,27 +12,27 @@ from ckplan.applying.tensors.arguments import version_of
 from ckplan.errors import ApplyError
 
 
+class Place(NamedTuple):
+    """Where a tensor lies in its storage, and how its bytes are read."""
+
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    is_conj: bool = False
+    is_neg: bool = False
+
+    def is_strided_from(self, other: Place) -> bool:
+        """Whether strides alone lead from the other view of a storage to this one."""
+        lazy = self.is_conj or self.is_neg or other.is_conj or other.is_neg
+        return self.dtype is other.dtype and not lazy
+
+
 class Ref(NamedTuple):
     """A tensor argument: a view of a value."""
 
     value: int
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int
-    dtype: torch.dtype
-    is_conj: bool = False
-    is_neg: bool = False
-
-
-class Place(NamedTuple):
-    """Where a tensor lies in its storage: what ``Ref`` tells beside the value."""
-
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int
-    dtype: torch.dtype
-    is_conj: bool = False
-    is_neg: bool = False
+    place: Place
 
 
 @dataclass(slots=True)
@@ -122,24 +122,25 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
 def ref_of(tensor: torch.Tensor, value: int) -> Ref:
     """A tensor as a view of the value of its storage."""
-    return Ref(value, *place_of(tensor))
+    return Ref(value, place_of(tensor))
 
 
-def view_of(tensor: torch.Tensor, ref: Ref) -> torch.Tensor:
+def view_of(tensor: torch.Tensor, place: Place) -> torch.Tensor:
     """The view that an op had of a value, from any tensor on its storage."""
-    view = _strided(tensor, ref)
-    view = view.conj() if ref.is_conj else view
-    return torch._neg_view(view) if ref.is_neg else view
+    view = _strided(tensor, place)
+    view = view.conj() if place.is_conj else view
+    return torch._neg_view(view) if place.is_neg else view
 
 
-def _strided(tensor: torch.Tensor, ref: Ref) -> torch.Tensor:
-    if tensor.dtype == ref.dtype and not (tensor.is_conj() or tensor.is_neg()):
-        same = tensor.size() == ref.size and tensor.stride() == ref.stride
-        if same and tensor.storage_offset() == ref.offset:
+def _strided(tensor: torch.Tensor, place: Place) -> torch.Tensor:
+    size, stride, offset, dtype, *_ = place
+    if tensor.dtype == dtype and not (tensor.is_conj() or tensor.is_neg()):
+        same = tensor.size() == size and tensor.stride() == stride
+        if same and tensor.storage_offset() == offset:
             return tensor
-        return tensor.as_strided(ref.size, ref.stride, ref.offset)
-    bare = torch.empty(0, dtype=ref.dtype, device=tensor.device)
-    return bare.set_(tensor.untyped_storage(), ref.offset, ref.size, ref.stride)
+        return tensor.as_strided(size, stride, offset)
+    bare = torch.empty(0, dtype=dtype, device=tensor.device)
+    return bare.set_(tensor.untyped_storage(), offset, size, stride)
 
 
 def copy_of(tensor: torch.Tensor) -> torch.Tensor:
