@@ -11,12 +11,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from ckplan.compiling.costs import CardCosts
+from ckplan.compiling.cuts import Cuts
 from ckplan.compiling.graph import CompiledStep, as_graph
 from ckplan.compiling.partition import JointGraph
 from ckplan.compiling.proposing import (
     TORCH_BUDGETS,
     budgets_to_try,
     fused,
+    narrowed,
     saving_nodes,
 )
 from ckplan.compiling.saved_values import flat, saved_by
@@ -81,10 +84,11 @@ def divided_plans(of: CardStep, progress: Progress | None) -> list[GeneratedCode
 def _proposed(of: CardStep, planner: Planner) -> Iterator[tuple[Region, ...]]:
     """The solver's plans, every layer, everything, and what torch itself would save."""
     low, high = planner.floor.peak_bytes, planner.unplanned.peak_bytes
+    cuts = Cuts(of.joint, CardCosts(of.gpu).again)
     for budget_bytes in budgets_to_try(low, high):
         plan = planner.within(budget_bytes)
         if plan is not None and plan[1]:
-            yield tuple(map(flat, plan[1]))
+            yield narrowed(of.step, of.joint, cuts, planner.simulator, plan[1])
     for _, regions in planner.standard_baselines.plans:
         yield tuple(map(flat, regions))
     yield (flat(Region(0)),)

@@ -30,6 +30,7 @@ from ckplan.compiling.saved_values import flat, saved_by
 from ckplan.gpus import Gpu
 from ckplan.graph.graph import Graph
 from ckplan.plan.region import Region
+from ckplan.simulating.simulate import Simulator
 from ckplan.solving.planner import Planner
 
 CANDIDATES = 32
@@ -199,7 +200,9 @@ class Proposer:
             for solver in (planner, self._fused_planner):
                 plan = solver.within(budget_bytes)
                 if plan is not None and plan[1]:
-                    yield self.candidate(saving(self._step, plan[1], kept))
+                    given = self._step, self._joint, self._cuts, planner.simulator
+                    regions = saving(self._step, plan[1], kept)
+                    yield self.candidate(narrowed(*given, regions, kept))
         yield from self.ways.values()
 
     @cached_property
@@ -238,6 +241,36 @@ def saving_nodes(
     every = joint.module.graph.nodes
     made = frozenset(nodes.base_of(one).name for one in every if one.name in names)
     return saving(step, (whole,), made)
+
+
+def narrowed(
+    step: CompiledStep,
+    joint: JointGraph,
+    cuts: Cuts,
+    simulator: Simulator,
+    regions: Sequence[Region],
+    names: frozenset[str] = frozenset(),
+) -> tuple[Region, ...]:
+    """Regions that run the same contractions again, with fewer bytes saved.
+
+    The solver decides about one tensor after the other; that a third, of which both are
+    made, is enough, it need not see. Where what is computed from such values is
+    simulated to take more at once, its choice stays.
+
+    Args:
+        step: The compiled step.
+        joint: Its joint graph.
+        cuts: Of that.
+        simulator: Of the step.
+        regions: Of a plan of the solver.
+        names: Of nodes that are saved in any case.
+    """
+    found = tuple(map(flat, regions))
+    saved = saved_by(step, simulator, found)
+    fewer = cuts.narrowed(saved, {*step.name_of.values()}) | names
+    other = tuple(map(flat, saving_nodes(step, joint, fewer, Region(0))))
+    most, now = (simulator.run(some).peak_bytes for some in (found, other))
+    return other if now <= most else found
 
 
 def budgets_to_try(low: int, high: int) -> Iterator[int]:

@@ -20,12 +20,14 @@ from ckplan.graph.graph import Graph
 from ckplan.tracing.costs import calibrate as calibrating
 from ckplan.tracing.costs import op_arguments, timing
 from ckplan.tracing.costs.cost_cache import (
+    BRIEF_SECONDS,
     LONGEST_SECONDS,
     MOST_RUNS,
     Cost,
     CostCache,
     cost_cache,
 )
+from ckplan.tracing.costs.spread import OtherPrograms
 from ckplan.tracing.recording.recording import RawOp, TensorMeta
 
 CPU = torch.device("cpu")
@@ -67,6 +69,34 @@ def test_runs_go_out_of_date(folder: Path) -> None:
     later = LONGEST_SECONDS + 50
     assert cache(folder, later).known(["mm"])["mm"].seconds == 2.0
     assert cache(folder, later + 100).known(["mm"]) == {}
+
+
+def test_runs_beside_other_programs_count_for_an_hour(folder: Path) -> None:
+    now = 2 * LONGEST_SECONDS
+    cache(folder, now).learn({"mm": replace(COST, seconds=9.0)}, busy=True)
+    cache(folder, now).learn_runs({"add": [8.0, 9.0]}, busy=True)
+    soon, later = (now + BRIEF_SECONDS + more for more in (-1, 1))
+    assert cache(folder, soon).known(["mm"])["mm"].seconds == 9.0
+    assert cache(folder, soon).known_runs("add") == (8.0, 9.0)
+    assert cache(folder, later).known(["mm", "add"]) == {}
+    cache(folder, now).learn({"mm": COST})
+    cache(folder, now + 1).learn({"mm": replace(COST, seconds=9.0)}, busy=True)
+    assert cache(folder, later + 1).known(["mm"])["mm"] == COST
+
+
+@pytest.mark.parametrize("busy", [True, False])
+def test_ops_that_were_measured_beside_other_programs_are_measured_again(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, busy: bool
+) -> None:
+    monkeypatch.setattr(OtherPrograms, "are_busy", lambda _: busy)
+    seconds = iter((2.0, 1.0))
+    monkeypatch.setattr(calibrating, "time_runs", lambda *_: next(seconds))
+    now = time.time()
+    found = [
+        calibrating.calibrate([recorded()], CPU, None, cache(folder, now + later))[0]
+        for later in (0.0, BRIEF_SECONDS / 2, 2 * BRIEF_SECONDS)
+    ]
+    assert [one.seconds for one in found] == [2.0, 2.0, 1.0 if busy else 2.0]
 
 
 def test_two_processes_do_not_undo_each_other(folder: Path) -> None:

@@ -15,6 +15,7 @@ from statistics import median
 import torch
 
 from ckplan.tracing.costs.cost_cache import MOST_RUNS, cost_cache
+from ckplan.tracing.costs.spread import OtherPrograms
 from ckplan.tracing.costs.timing import seconds_of
 
 KEY = "to move a byte of cold memory, to the same with one thread"
@@ -34,8 +35,9 @@ def byte_seconds() -> float:
     cache = cost_cache(_CPU)
     kept = cache.known_runs(KEY)
     if not kept:
+        others = OtherPrograms()
         kept = _measured()
-        cache.learn_runs({KEY: kept})
+        cache.learn_runs({KEY: kept}, busy=others.are_busy())
     return _OF_ONE_CORE * median(kept)
 
 

@@ -32,6 +32,7 @@ from ckplan.tracing.costs.op_arguments import (
     make_runner,
     make_writer,
 )
+from ckplan.tracing.costs.spread import OtherPrograms
 from ckplan.tracing.costs.timing import (
     Job,
     Memory,
@@ -166,7 +167,9 @@ def _look_up_or_measure(
         return _measure(jobs, device, progress)
     known = cache.known(jobs)
     new = {key: job for key, job in jobs.items() if key not in known}
-    return {**known, **cache.learn(_measure(new, device, progress) if new else {})}
+    others = OtherPrograms()
+    found = _measure(new, device, progress) if new else {}
+    return {**known, **cache.learn(found, busy=others.are_busy())}
 
 
 def _measure(

@@ -3,7 +3,8 @@
 There is one file per machine: a device, a version of torch and a number of threads.
 The file has the bytes of each measured op and the seconds of its last few runs. The
 median of these runs is the cost. Old runs expire, so a noisy run does not count for
-ever. Each new measurement adds a run.
+ever, and those taken while other programs ran count for an hour. Each new measurement
+adds a run.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ FORMAT_VERSION = 1
 FOLDER_VARIABLE = "CKPLAN_CACHE"
 MOST_RUNS = 5
 LONGEST_SECONDS = 30 * 24 * 3600.0
+BRIEF_SECONDS = 3600.0
 _MOST_ENTRIES = 50_000
 
 
@@ -61,9 +63,9 @@ class _Entry:
         return Cost(seconds, self.peak_bytes, self.held_bytes, measured=True)
 
     def since(self, oldest: float) -> _Entry | None:
-        if self.runs[0][0] >= oldest:
-            return self
         runs = tuple(run for run in self.runs if run[0] >= oldest)
+        if len(runs) == len(self.runs):
+            return self
         return replace(self, runs=runs) if runs else None
 
 
@@ -85,14 +87,21 @@ class CostCache:
         found = {key: entries.get(_digest(key)) for key in keys}
         return {key: entry.cost for key, entry in found.items() if entry is not None}
 
-    def learn(self, costs: Mapping[str, Cost]) -> dict[str, Cost]:
-        """Store measured costs; return them combined with earlier runs."""
+    def learn(
+        self, costs: Mapping[str, Cost], *, busy: bool = False
+    ) -> dict[str, Cost]:
+        """Store measured costs; return them combined with earlier runs.
+
+        Args:
+            costs: By key.
+            busy: Whether other programs ran meanwhile: the costs are kept briefly.
+        """
         if not costs:
             return {}
         self._entries = None  # another process may have written to the file
         entries, found = self._read(), {}
         for key, cost in costs.items():
-            run = (self.now, cost.seconds)
+            run = (self._made(busy), cost.seconds)
             before = entries.pop(_digest(key), None)
             runs = (*(before.runs if before else ()), run)[-MOST_RUNS:]
             entry = _Entry(cost.peak_bytes, cost.held_bytes, runs)
@@ -107,14 +116,26 @@ class CostCache:
         entry = None if self.fresh else self._read().get(_digest(key))
         return tuple(seconds for _, seconds in entry.runs) if entry else ()
 
-    def learn_runs(self, runs: Mapping[str, Sequence[float]]) -> None:
-        """Store seconds of several runs each, in place of earlier ones."""
+    def learn_runs(
+        self, runs: Mapping[str, Sequence[float]], *, busy: bool = False
+    ) -> None:
+        """Store seconds of several runs each, in place of earlier ones.
+
+        Args:
+            runs: By key.
+            busy: As of ``learn``.
+        """
         self._entries = None  # another process may have written to the file
         entries = self._read()
         for key, found in runs.items():
-            kept = tuple((self.now, seconds) for seconds in found[-MOST_RUNS:])
+            made = self._made(busy)
+            kept = tuple((made, seconds) for seconds in found[-MOST_RUNS:])
             entries[_digest(key)] = _Entry(0, 0, kept)
         self._write(entries)
+
+    def _made(self, busy: bool) -> float:
+        """When a run was made; longer ago than it was, if it is to expire soon."""
+        return self.now - (LONGEST_SECONDS - BRIEF_SECONDS if busy else 0.0)
 
     def _read(self) -> dict[str, _Entry]:
         if self._entries is None:

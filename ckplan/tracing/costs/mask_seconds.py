@@ -4,7 +4,8 @@ On a CPU, Inductor draws one number at a time, writes truth values far slower th
 bytes say, and reads them slowly, too. How slowly differs between machines, and whether
 a mask is kept or drawn again depends on it. So five small functions are compiled, and
 run by turns, in a process of their own: the compiler may be at work in this one. The
-first three processes that ask do so; the median of what they find counts.
+first three processes that ask do so; the least that they find counts, since other
+programs make all of it longer.
 """
 
 from __future__ import annotations
@@ -16,12 +17,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, fields
 from functools import partial
 from pathlib import Path
-from statistics import median, median_low
+from statistics import median
 
 import torch
 from torch.nn import functional
 
 from ckplan.tracing.costs.cost_cache import Cost, cost_cache
+from ckplan.tracing.costs.spread import OtherPrograms
 from ckplan.tracing.costs.timing import seconds_of
 
 _CPU = torch.device("cpu")
@@ -59,14 +61,13 @@ def mask_seconds() -> MaskSeconds:
     place = cache.path, threads
     if place not in _found:
         kept = [cache.known_runs(key) for key in KEYS]
-        seconds = [median_low(runs) for runs in kept if runs]
-        few = min(map(len, kept)) < _OCCASIONS
+        few, others = min(map(len, kept)) < _OCCASIONS, OtherPrograms()
         if few and (new := _measured_apart(threads)) is not None:
             costs = (Cost(one, 0, 0, measured=True) for one in astuple(new))
-            learned = cache.learn(dict(zip(KEYS, costs, strict=True)))
-            seconds = [learned[key].seconds for key in KEYS]
-        complete = len(seconds) == len(KEYS)
-        _found[place] = MaskSeconds(*seconds) if complete else ESTIMATED
+            found = dict(zip(KEYS, costs, strict=True))
+            cache.learn(found, busy=others.are_busy())
+            kept = [(*runs, one) for runs, one in zip(kept, astuple(new), strict=True)]
+        _found[place] = MaskSeconds(*map(min, kept)) if all(kept) else ESTIMATED
     return _found[place]
 
 

@@ -5,11 +5,16 @@ from __future__ import annotations
 import math
 import os
 import statistics
+import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 _T = TypeVar("_T")
 _SPARE_LOAD = 0.5  # of the system itself
+_SPARE_SHARE = 0.1  # of all cores: the system, and what always runs
+_LEAST_SECONDS = 0.3  # Linux counts in hundredths
+_STAT = Path("/proc/stat")
 
 
 class Quartiles(NamedTuple):
@@ -41,6 +46,45 @@ def machine_load() -> Load:
         return Load(os.getloadavg()[0], os.cpu_count() or 1)
     except (AttributeError, OSError):
         return NO_LOAD
+
+
+class _Clocks(NamedTuple):
+    """Seconds until a moment."""
+
+    wall: float
+    all_programs: float  # in which cores were busy
+    own: float  # of this process and those that it waited for
+
+
+class OtherPrograms:
+    """What else runs on this machine, from the moment on in which this is made."""
+
+    def __init__(self) -> None:
+        self._begin = _clocks()
+
+    def are_busy(self) -> bool:
+        """Whether they kept more than a tenth of all cores busy.
+
+        False where the system does not say, and for times too short to tell.
+        """
+        if self._begin is None or (now := _clocks()) is None:
+            return False
+        pairs = zip(now, self._begin, strict=True)
+        wall, everything, own = (one - other for one, other in pairs)
+        cores = (os.cpu_count() or 1) * wall
+        return wall >= _LEAST_SECONDS and everything - own > _SPARE_SHARE * cores
+
+
+def _clocks() -> _Clocks | None:
+    """Clocks of this moment, on Linux."""
+    try:
+        words = _STAT.read_text().split(maxsplit=9)[1:9]
+        user, nice, system, _, _, *more = (int(word) for word in words)
+        ticks = user + nice + system + sum(more)  # all but idle, and waiting for disks
+        seconds = ticks / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, AttributeError):
+        return None
+    return _Clocks(time.monotonic(), seconds, sum(os.times()[:4]))
 
 
 def quartiles(values: Sequence[float]) -> Quartiles | None:
