@@ -88,7 +88,11 @@ def _proposed(of: CardStep, planner: Planner) -> Iterator[tuple[Region, ...]]:
     for budget_bytes in budgets_to_try(low, high):
         plan = planner.within(budget_bytes)
         if plan is not None and plan[1]:
-            yield narrowed(of.step, of.joint, cuts, planner.simulator, plan[1])
+            regions = tuple(map(flat, plan[1]))
+            yield regions
+            saved = saved_by(of.step, planner.simulator, regions)
+            fewer = narrowed(of.step, cuts, saved)
+            yield saving_nodes(of.step, of.joint, fewer, flat(Region(0)))
     for _, regions in planner.standard_baselines.plans:
         yield tuple(map(flat, regions))
     yield (flat(Region(0)),)

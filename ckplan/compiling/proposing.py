@@ -30,7 +30,6 @@ from ckplan.compiling.saved_values import flat, saved_by
 from ckplan.gpus import Gpu
 from ckplan.graph.graph import Graph
 from ckplan.plan.region import Region
-from ckplan.simulating.simulate import Simulator
 from ckplan.solving.planner import Planner
 
 CANDIDATES = 32
@@ -46,6 +45,8 @@ WAYS = ("every layer", "everything", *(f"torch, {one:g}" for one in TORCH_BUDGET
 _MOST_DOMINATED = 1.1
 """A candidate whose simulated peak exceeds that of a cheaper one by more than this
 factor is left out. Replayed peaks of nearly equal ones may be in another order."""
+_FEWER = 0.99
+"""Of the bytes that a plan saves: with more, another is not worth a replay."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,18 +99,20 @@ class Proposer:
     def candidates(self) -> tuple[Candidate, ...]:
         """The cheapest first; the dearer they are, the less they are simulated to take.
 
-        Torch's own choice and all ways are among them.
+        That holds of the solver's own plans, and of those with fewer bytes, since their
+        replayed peaks are not compared by simulated ones. Torch's own choice and all
+        ways are among them.
         """
-        ways = {one.saved for one in self.ways.values()}
-        found: dict[Saved, Candidate] = {}
-        smallest = float("inf")
-        for one in sorted(self._proposed(), key=_cheapest_first):
-            is_promising = one.simulated_peak_bytes <= _MOST_DOMINATED * smallest
-            if one.saved not in ways:
+        ways = {one.saved: one for one in self.ways.values()}
+        own = [*self._proposed()]
+        found = dict[Saved, Candidate]()
+        for some in (own, self._with_fewer_bytes(own)):
+            smallest = float("inf")
+            for one in sorted(some, key=_cheapest_first):
+                if one.simulated_peak_bytes <= _MOST_DOMINATED * smallest:
+                    found.setdefault(one.saved, one)
                 smallest = min(smallest, one.simulated_peak_bytes)
-            if is_promising or one.saved in ways:
-                found.setdefault(one.saved, one)
-        return tuple(found.values())
+        return tuple(sorted({**found, **ways}.values(), key=_cheapest_first))
 
     def candidate(self, regions: Sequence[Region]) -> Candidate:
         """What compiled code can have of a plan for single ops: nothing nested."""
@@ -191,19 +194,36 @@ class Proposer:
         return costs
 
     def _proposed(self) -> Iterator[Candidate]:
-        """Torch's own choice, the solver's plans, and all ways."""
+        """Torch's own choice, and the solver's plans."""
         planner = self.planner
-        kept = convolutions_to_save(self._joint, self._step.kernel_bytes or {})
         yield self.candidate(())
         ends = planner.floor.peak_bytes, planner.unplanned.peak_bytes
         for budget_bytes in budgets_to_try(*ends):
             for solver in (planner, self._fused_planner):
                 plan = solver.within(budget_bytes)
                 if plan is not None and plan[1]:
-                    given = self._step, self._joint, self._cuts, planner.simulator
-                    regions = saving(self._step, plan[1], kept)
-                    yield self.candidate(narrowed(*given, regions, kept))
-        yield from self.ways.values()
+                    yield self.candidate(saving(self._step, plan[1], self._to_save))
+
+    def _with_fewer_bytes(self, own: Sequence[Candidate]) -> Iterator[Candidate]:
+        """Those that can run the same contractions again with fewer bytes saved.
+
+        Where what is computed from these is simulated to take more at once, a layer may
+        have to be made of all before it.
+        """
+        for one in {one.saved: one for one in own if one.regions}.values():
+            assert one.saved is not None
+            names = narrowed(self._step, self._cuts, one.saved) | self._to_save
+            if self._bytes_saved(names) > _FEWER * one.saved_bytes:
+                continue
+            regions = saving_nodes(self._step, self._joint, names, Region(0))
+            peak_bytes = self.planner.simulator.run(regions).peak_bytes
+            if peak_bytes <= one.simulated_peak_bytes:
+                yield self.candidate(regions)
+
+    @cached_property
+    def _to_save(self) -> frozenset[str]:
+        """Nodes that every plan of the solver saves."""
+        return convolutions_to_save(self._joint, self._step.kernel_bytes or {})
 
     @cached_property
     def _fused_planner(self) -> Planner:
@@ -243,34 +263,13 @@ def saving_nodes(
     return saving(step, (whole,), made)
 
 
-def narrowed(
-    step: CompiledStep,
-    joint: JointGraph,
-    cuts: Cuts,
-    simulator: Simulator,
-    regions: Sequence[Region],
-    names: frozenset[str] = frozenset(),
-) -> tuple[Region, ...]:
-    """Regions that run the same contractions again, with fewer bytes saved.
+def narrowed(step: CompiledStep, cuts: Cuts, saved: frozenset[str]) -> frozenset[str]:
+    """Nodes of fewest bytes that spare the same contractions, and that plans can name.
 
     The solver decides about one tensor after the other; that a third, of which both are
-    made, is enough, it need not see. Where what is computed from such values is
-    simulated to take more at once, its choice stays.
-
-    Args:
-        step: The compiled step.
-        joint: Its joint graph.
-        cuts: Of that.
-        simulator: Of the step.
-        regions: Of a plan of the solver.
-        names: Of nodes that are saved in any case.
+    made, is enough, it need not see.
     """
-    found = tuple(map(flat, regions))
-    saved = saved_by(step, simulator, found)
-    fewer = cuts.narrowed(saved, {*step.name_of.values()}) | names
-    other = tuple(map(flat, saving_nodes(step, joint, fewer, Region(0))))
-    most, now = (simulator.run(some).peak_bytes for some in (found, other))
-    return other if now <= most else found
+    return cuts.narrowed(saved, {*step.name_of.values()})
 
 
 def budgets_to_try(low: int, high: int) -> Iterator[int]:

@@ -1,4 +1,7 @@
-"""What `compare` shows are candidates; convolutions are saved where that pays."""
+"""What `compare` shows are candidates; what is saved takes few bytes.
+
+Convolutions are saved where that pays.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,12 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from ckplan.compiling import proposing
+from ckplan.compiling import nodes, proposing
 from ckplan.compiling.lowering import DynamoGraph
+from ckplan.compiling.partition import before_gradients
 from ckplan.compiling.replay import replay
 from ckplan.compiling.search import CompiledPlanner
+from ckplan.plan.region import Region
 from ckplan.plan.resolve import resolve
 
 
@@ -51,6 +56,22 @@ class Blocks(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.second(self.first(x)).square().mean()
+
+
+class Normed(nn.Module):
+    """Blocks, each normed after its residual, as BERT's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.ModuleList(nn.Linear(32, 32) for _ in range(4))
+        self.down = nn.ModuleList(nn.Linear(32, 32) for _ in range(4))
+        self.norm = nn.LayerNorm(32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for up, down in zip(self.up, self.down, strict=True):
+            made = nn.functional.dropout(down(torch.tanh(up(x))), 0.1)
+            x = self.norm(x + made)
+        return x.square().mean()
 
 
 def planned(model: nn.Module, x: torch.Tensor) -> CompiledPlanner:
@@ -95,3 +116,35 @@ def test_what_torch_saves_is_a_plan_that_reads_back() -> None:
             planner.proposer.candidate(resolve(plan, planner.step.graph)).saved
             == one.saved
         )
+
+
+def test_the_same_contractions_are_spared_with_fewer_bytes() -> None:
+    """The sum of a residual is saved, not both of what is added."""
+    planner = planned(Normed(), torch.randn(2048, 32))
+    proposer, step = planner.proposer, planner.step
+    graph = planner.joint.module.graph
+    ops = [*before_gradients(graph)]
+    products = [node for node in ops if nodes.is_alone(node)]
+    inputs = [nodes.base_of(one.all_input_nodes[1]) for one in products[2::2]]
+    saved = frozenset(one.name for one in (*products[1::2], *inputs))
+    fewer = proposing.narrowed(step, proposer._cuts, saved)
+    one, other = (
+        proposer.candidate(proposing.saving_nodes(step, planner.joint, some, Region(0)))
+        for some in (saved, fewer)
+    )
+    assert other.saved_bytes < 0.7 * one.saved_bytes
+    taken = [planner.replayed(some.saved).peak_bytes for some in (other, one)]
+    assert taken[0] < taken[1]
+    plan = planner.chosen(other).plan
+    again = proposer.candidate(resolve(plan, step.graph))
+    assert again.saved == other.saved
+
+
+def test_candidates_with_fewer_bytes_are_beside_those_of_the_solver() -> None:
+    planner = planned(Normed(), torch.randn(2048, 32))
+    own = [*planner.proposer._proposed()]
+    fewer = [*planner.proposer._with_fewer_bytes(own)]
+    saved = {one.saved for one in planner.candidates}
+    assert saved & {one.saved for one in fewer}
+    assert saved & {one.saved for one in own if one.regions}
+    assert all(one.saved_bytes < max(some.saved_bytes for some in own) for one in fewer)
