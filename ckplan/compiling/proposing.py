@@ -99,9 +99,9 @@ class Proposer:
     def candidates(self) -> tuple[Candidate, ...]:
         """The cheapest first; the dearer they are, the less they are simulated to take.
 
-        That holds of the solver's own plans, and of those with fewer bytes, since their
-        replayed peaks are not compared by simulated ones. Torch's own choice and all
-        ways are among them.
+        That holds of the solver's own plans, and of those with fewer bytes: of one plan
+        of each, simulated peaks do not tell whose replayed one is higher. Torch's own
+        choice and all ways are among them.
         """
         ways = {one.saved: one for one in self.ways.values()}
         own = [*self._proposed()]
