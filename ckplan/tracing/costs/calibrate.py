@@ -167,8 +167,10 @@ def _look_up_or_measure(
         return _measure(jobs, device, progress)
     known = cache.known(jobs)
     new = {key: job for key, job in jobs.items() if key not in known}
+    if not new:
+        return known
     others = OtherPrograms()
-    found = _measure(new, device, progress) if new else {}
+    found = _measure(new, device, progress)
     return {**known, **cache.learn(found, busy=others.are_busy())}
 
 

@@ -127,8 +127,8 @@ class CostCache:
         """
         self._entries = None  # another process may have written to the file
         entries = self._read()
+        made = self._made(busy)
         for key, found in runs.items():
-            made = self._made(busy)
             kept = tuple((made, seconds) for seconds in found[-MOST_RUNS:])
             entries[_digest(key)] = _Entry(0, 0, kept)
         self._write(entries)
