@@ -102,8 +102,8 @@ class Keeping:
 
 
 def saving_least(planner: CompiledPlanner) -> Candidate:
-    """Of the plans that save something, that which saves the fewest bytes."""
-    found = [one for one in planner.candidates if one.saved_bytes]
+    """Of the solver's plans that save something, that which saves the fewest bytes."""
+    found = [one for one in planner.proposer._proposed() if one.saved_bytes]
     return min(found, key=lambda one: one.saved_bytes)
 
 
