@@ -27,7 +27,8 @@ _RANDOM_MASK_OPS = ("bernoulli", "bernoulli_")
 _MAX_POOL_OPS = ("max_pool2d_with_indices", "max_pool3d_with_indices")
 _INTEGERS = {"int16": torch.int16, "int32": torch.int32}
 _ITEM_BYTES = {"int16": 2, "int32": 4}
-_PLANES = 8
+PLANES = 8
+"""Of truth values in bytes: plane ``i`` is bit ``i`` of every byte."""
 _WORD, _WORD_BYTES = torch.int64, 8
 _LOWEST = sum(1 << (8 * i) for i in range(_WORD_BYTES))  # bit of every byte
 
@@ -104,13 +105,13 @@ def decode(encoded: Encoded) -> torch.Tensor:
 
 def num_words(num_elements: int) -> int:
     """Words of one plane, which is the size of the encoded form."""
-    return -(-num_elements // (_PLANES * _WORD_BYTES))
+    return -(-num_elements // (PLANES * _WORD_BYTES))
 
 
 def pack_rows(rows: torch.Tensor) -> torch.Tensor:
     """Pack zeros and ones, [R, L] in any dtype, to words, int64 [R, W], row by row."""
     count, length = rows.shape
-    size = count, _PLANES, num_words(length)
+    size = count, PLANES, num_words(length)
     planes = torch.empty(size, dtype=_WORD, device=rows.device)
     bools = planes.view(torch.bool).view(count, -1)
     bools[:, length:] = False
@@ -126,4 +127,28 @@ def unpack_rows(words: torch.Tensor, length: int) -> torch.Tensor:
 
 
 def _shifts(device: torch.device) -> torch.Tensor:
-    return torch.arange(_PLANES, dtype=_WORD, device=device).view(-1, 1)
+    return torch.arange(PLANES, dtype=_WORD, device=device).view(-1, 1)
+
+
+def pack_planes(mask: torch.Tensor) -> torch.Tensor:
+    """Pack truth values to bytes, in ops that a compiler makes one loop of.
+
+    Args:
+        mask: Of bools; their number is a multiple of eight.
+
+    Returns:
+        uint8, an eighth as many.
+    """
+    planes = mask.reshape(PLANES, -1)
+    packed = planes[0].to(torch.uint8)
+    for place in range(1, PLANES):
+        bits = torch.bitwise_left_shift(planes[place].to(torch.uint8), place)
+        packed = torch.bitwise_or(packed, bits)
+    return packed
+
+
+def unpack_planes(packed: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """Unpack what ``pack_planes`` made of a mask of that shape."""
+    places = torch.arange(PLANES, dtype=torch.uint8, device=packed.device)
+    bits = torch.bitwise_left_shift(1, places).view(PLANES, 1)
+    return (torch.bitwise_and(packed, bits) != 0).view(shape)

@@ -69,7 +69,7 @@ def _costs_of_this_session(tmp_path_factory: pytest.TempPathFactory) -> object:
     from ckplan.tracing.costs.cost_cache import cost_cache
     from ckplan.tracing.costs.mask_seconds import KEYS
 
-    seconds = zip((*KEYS, KEY), (8e-9, 8e-9, 0.0, 0.5), strict=True)
+    seconds = zip((*KEYS, KEY), (8e-9, 8e-9, 0.0, 8e-9, 0.0, 0.5), strict=True)
     kept = {key: (one,) * 3 for key, one in seconds}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CKPLAN_CACHE", str(tmp_path_factory.mktemp("costs")))

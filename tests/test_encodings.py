@@ -11,7 +11,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckplan.encodings import BITS, decode, encode, encoded_bytes, form_of, is_dense
+from ckplan.encodings import (
+    BITS,
+    decode,
+    encode,
+    encoded_bytes,
+    form_of,
+    is_dense,
+    pack_planes,
+    unpack_planes,
+)
 
 DTYPES = [torch.bool, torch.float32, torch.float16, torch.bfloat16, torch.float64]
 
@@ -47,6 +56,18 @@ def test_bits_are_those_of_numpy(length: int) -> None:
     planes.ravel()[:length] = tensor.numpy()
     expected = np.packbits(planes, axis=0, bitorder="little")
     assert small.data.numpy().tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("shape", [(8,), (2, 4), (3, 8, 5), (16, 1)])
+def test_planes_for_a_compiler_are_those_of_numpy(shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    mask = torch.rand(shape) < 0.5
+    packed = pack_planes(mask)
+    expected = np.packbits(mask.reshape(8, -1).numpy(), axis=0, bitorder="little")
+    assert packed.numpy().tobytes() == expected.tobytes()
+    again = unpack_planes(packed, shape)
+    assert again.dtype == torch.bool
+    assert torch.equal(again, mask)
 
 
 @pytest.mark.parametrize("form", ["int16", "int32"])

@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from ckplan.compiling import nodes
 from ckplan.compiling.kernels import Kernels, stores_mask
+from ckplan.compiling.masks import becomes_bits, num_packed
 from ckplan.compiling.workspaces import KernelBytes
 from ckplan.gpus import Gpu
 from ckplan.graph.records import (
@@ -80,7 +81,9 @@ class CpuCosts:
             return sum(self._of_contraction(one)[0] for one in run), 0.0
         each = self._arithmetic(run)
         each += self._masks.write * _num_stored(run)
+        each += self._masks.pack * sum(map(num_packed, run))
         each += self._masks.read * kernels.truths_read(run)
+        each += self._masks.unpack * kernels.bits_read(run)
         moving = self._byte_seconds * kernels.crossing_bytes(run)
         return max(each / self._threads, moving), 0.0
 
@@ -94,15 +97,22 @@ class CpuCosts:
     def rebuilt(self, run: Sequence[fx.Node], kernels: Kernels) -> tuple[float, float]:
         """Seconds that the run adds to backward, where it is fused with others.
 
-        A mask that is drawn there is neither written in forward nor read again, which
+        A mask that is drawn there is neither kept in forward nor read again, which
         takes about as long.
         """
         if any(map(nodes.is_alone, run)):
             return sum(map(self.again, run)), 0.0
         each = self._arithmetic(run)
-        each -= (self._masks.write + self._masks.read) * _num_stored(run)
+        each -= sum(map(self._keeping, filter(stores_mask, run)))
         moving = self._byte_seconds * kernels.crossing_bytes(run) / 2
         return max(each / self._threads, moving), 0.0
+
+    def _keeping(self, mask: fx.Node) -> float:
+        """Seconds to keep a mask under a plan: to write it, and to read it again."""
+        masks = self._masks
+        if becomes_bits(mask):
+            return (masks.pack + masks.unpack) * nodes.numel(mask)
+        return (masks.write + masks.read) * nodes.numel(mask)
 
     def _arithmetic(self, run: Sequence[fx.Node]) -> float:
         drawn = sum(map(nodes.num_drawn, run)) * self._masks.draw

@@ -45,14 +45,21 @@ class _Edge(NamedTuple):
 class Cuts:
     """The divisions of a joint graph that cost least for what they keep."""
 
-    def __init__(self, joint: JointGraph, seconds: Callable[[fx.Node], float]) -> None:
+    def __init__(
+        self,
+        joint: JointGraph,
+        seconds: Callable[[fx.Node], float],
+        bytes_of: Callable[[fx.Node], int] = nodes.num_bytes,
+    ) -> None:
         """Find none yet.
 
         Args:
             joint: The joint graph.
             seconds: Of a node that runs again; 0.0 if it is fused with others.
+            bytes_of: What a node takes that forward saves.
         """
         graph, self._seconds = joint.module.graph, seconds
+        self._bytes_of = bytes_of
         self._forward = {*before_gradients(graph)}
         self._values = [
             node
@@ -187,4 +194,4 @@ class Cuts:
 
     def _bytes(self, node: fx.Node) -> int:
         """Bytes that a kept value takes; what forward returns is there anyway."""
-        return 0 if node.name in self._returned else nodes.num_bytes(node)
+        return 0 if node.name in self._returned else self._bytes_of(node)

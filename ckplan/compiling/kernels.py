@@ -10,10 +10,10 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Iterator
 
-import torch
 from torch import fx
 
 from ckplan.compiling import nodes
+from ckplan.compiling.masks import is_mask, num_packed
 
 _SMALL = 64  # bytes, such as of a seed
 
@@ -29,7 +29,7 @@ class Kernels:
         for node in nodes.ops_of(graph):
             self._join_inputs(node, readers)
         self._bytes, self._first = dict[fx.Node, int](), set[fx.Node]()
-        self._truths: dict[fx.Node, int] = {}
+        self._truths, self._bits = dict[fx.Node, int](), dict[fx.Node, int]()
         seen: set[fx.Node] = set()
         read: set[tuple[fx.Node, fx.Node]] = set()
         for node in nodes.ops_of(graph):
@@ -44,8 +44,9 @@ class Kernels:
             new -= read
             read |= new
             moved = sum(nodes.num_bytes(one) for _, one in new)
-            kept = (one for _, one in new if one.op == "placeholder" and is_mask(one))
-            self._truths[node] = sum(map(nodes.numel, kept))
+            kept = [one for _, one in new if one.op == "placeholder"]
+            self._truths[node] = sum(map(nodes.numel, filter(is_mask, kept)))
+            self._bits[node] = sum(map(num_packed, kept))
             leaves = nodes.is_tensor(node) and self._leaves(node)
             self._bytes[node] = moved + (nodes.num_bytes(node) if leaves else 0)
 
@@ -59,6 +60,10 @@ class Kernels:
         One that is drawn in the same graph is used where it is drawn.
         """
         return sum(self._truths.get(node, 0) for node in run)
+
+    def bits_read(self, run: Iterable[fx.Node]) -> int:
+        """The same of the truth values of masks that are kept as bits."""
+        return sum(self._bits.get(node, 0) for node in run)
 
     def launches(self, run: Iterable[fx.Node]) -> int:
         """How many kernels begin among nodes."""
@@ -93,11 +98,6 @@ class Kernels:
             user.op == "output" or self._kernel(user) is not kernel
             for user in _users(node)
         )
-
-
-def is_mask(node: fx.Node) -> bool:
-    """Whether a node's value is a tensor of truth values."""
-    return nodes.is_tensor(node) and node.meta["val"].dtype == torch.bool
 
 
 def stores_mask(node: fx.Node) -> bool:

@@ -13,17 +13,21 @@ from dataclasses import replace
 from torch import fx
 
 from ckplan.compiling import nodes
+from ckplan.compiling.masks import pack_masks
 from ckplan.compiling.partition import JointGraph, before_gradients, read_by_backward
 from ckplan.compiling.torch_names import TANGENTS, module_of
 
 
-def outlined(joint: JointGraph, saved: Collection[str]) -> JointGraph:
+def outlined(
+    joint: JointGraph, saved: Collection[str], as_bits: bool = False
+) -> JointGraph:
     """A joint graph divided so that forward saves the nodes named; not to be compiled.
 
     Args:
         joint: The joint graph.
         saved: Names of nodes of forward. Those that backward does not need are not
             saved.
+        as_bits: Whether masks are saved as bits.
     """
     graph, count = joint.module.graph, joint.num_outputs
     read = read_by_backward(graph, saved)
@@ -31,7 +35,9 @@ def outlined(joint: JointGraph, saved: Collection[str]) -> JointGraph:
     returned = nodes.returned(graph)
     forward = _forward(graph, [*returned[:count], *handed])
     backward = _backward(graph, returned[count:], handed)
-    parts = [module_of(one, joint.module) for one in (forward, backward)]
+    parts = module_of(forward, joint.module), module_of(backward, joint.module)
+    if as_bits:
+        pack_masks(parts, count)
     return replace(joint, forward=parts[0], backward=parts[1])
 
 

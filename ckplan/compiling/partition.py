@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, TypeAlias
@@ -18,6 +18,7 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from ckplan.compiling import nodes
+from ckplan.compiling.masks import pack_masks
 from ckplan.compiling.sums import compute_apart, sums_that_wait
 from ckplan.compiling.torch_names import (
     IN_FORWARD,
@@ -130,6 +131,7 @@ class Partitioner(CustomPartitionerFn):
         instead = None
         if self.saved is not None:
             parts = divide(joint, inputs, self.saved, how, self.sized)
+            pack_masks(parts, how["num_fwd_outputs"])
         elif self.share is not None:
             parts = frugal_parts(joint, inputs, dict(how), self.share)
         else:
@@ -320,16 +322,25 @@ def read_by_backward(graph: fx.Graph, saved: Collection[str]) -> set[fx.Node]:
     return found
 
 
-def bytes_handed(graph: fx.Graph, saved: Collection[str]) -> int:
+def bytes_handed(
+    graph: fx.Graph,
+    saved: Collection[str],
+    bytes_of: Callable[[fx.Node], int] = nodes.num_bytes,
+) -> int:
     """Bytes that a division hands to backward at least, without inputs.
 
     Of what makes several tensors, or has views, those count that backward reads.
+
+    Args:
+        graph: Of the joint graph.
+        saved: Names of nodes that forward saves.
+        bytes_of: What a saved node takes.
     """
     found: dict[fx.Node, int] = {}
     for node in read_by_backward(graph, saved):
         base = nodes.base_of(node)
         if base.op != "placeholder":  # some views of others are expanded
-            num_bytes = min(map(nodes.num_bytes, (node, base)))
+            num_bytes = min(map(bytes_of, (node, base)))
             found[base] = max(found.get(base, 0), num_bytes)
     return sum(found.values())
 

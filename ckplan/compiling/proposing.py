@@ -18,6 +18,7 @@ from ckplan.compiling.cuts import Cuts
 from ckplan.compiling.graph import CompiledStep, as_graph
 from ckplan.compiling.kernels import Kernels
 from ckplan.compiling.layouts import convolutions_to_save, saving
+from ckplan.compiling.masks import becomes_bits, saved_bytes
 from ckplan.compiling.outlines import outlined
 from ckplan.compiling.partition import (
     JointGraph,
@@ -45,6 +46,8 @@ WAYS = ("every layer", "everything", *(f"torch, {one:g}" for one in TORCH_BUDGET
 _MOST_DOMINATED = 1.1
 """A candidate whose simulated peak exceeds that of a cheaper one by more than this
 factor is left out. Replayed peaks of nearly equal ones may be in another order."""
+_LEAST_GAIN = 0.02
+"""Of a step: if a plan is estimated to spare less, that is not promised."""
 _FEWER = 0.99
 """Of the bytes that a plan saves: with more, another is not worth a replay."""
 _MOST_AT_ONCE = 1.25
@@ -79,8 +82,8 @@ class Proposer:
         self._joint = joint
         self._step = step
         self._card = card
-        self.own = joint.instead  # what forward saves without a plan
-        self._overheads: dict[Saved, float] = {self.own: 0.0}
+        self._overheads: dict[Saved, float] = {None: 0.0}
+        self._as_bits = card is None  # masks that a plan saves
         self._saved_bytes: dict[Saved, int] = {}
 
     @cached_property
@@ -106,7 +109,7 @@ class Proposer:
         of each, simulated peaks do not tell whose replayed one is higher. Torch's own
         choice and all ways are among them.
         """
-        ways = {one.saved: one for one in self.ways.values()}
+        ways = {one.saved: one for one in (self.candidate(()), *self.ways.values())}
         own = [*self._proposed()]
         found = dict[Saved, Candidate]()
         for some in (own, self._with_fewer_bytes(own)):
@@ -121,7 +124,7 @@ class Proposer:
         """What compiled code can have of a plan for single ops: nothing nested."""
         found = tuple(map(flat, regions))
         simulator = self.planner.simulator
-        saved = saved_by(self._step, simulator, found) if found else self.own
+        saved = saved_by(self._step, simulator, found) if found else None
         return Candidate(
             found,
             simulator.run(found).peak_bytes,
@@ -137,15 +140,17 @@ class Proposer:
         """
         if saved not in self._overheads:
             assert saved is not None
-            self._overheads[saved] = self.overhead_in(outlined(self._joint, saved))
+            divided = outlined(self._joint, saved, self._as_bits)
+            self._overheads[saved] = self.overhead_in(divided)
         return self._overheads[saved]
 
     def overhead_in(self, joint: JointGraph) -> float:
         """Estimated seconds of another division beyond torch's own, as a fraction.
 
-        Estimates are too rough to promise a gain, so 0 is the least.
+        Estimates are too rough to promise a small gain: then it is 0.
         """
-        return max(self.seconds_in(joint) / self._own_seconds - 1, 0.0)
+        more = self.seconds_in(joint) / self._own_seconds - 1
+        return more if more < -_LEAST_GAIN else max(more, 0.0)
 
     def seconds_in(self, joint: JointGraph) -> float:
         """Estimated seconds of a division: of all ops of its ``Graph``."""
@@ -178,10 +183,13 @@ class Proposer:
     def least_overhead(self, saved_bytes: int) -> float:
         """Contractions that run again at least, as a fraction of the unplanned step.
 
+        Less what it saves to keep all masks of that as bits.
+
         Args:
             saved_bytes: Most bytes that forward saves.
         """
-        return self._cuts.seconds_at_least(saved_bytes) / self._own_seconds
+        again = self._cuts.seconds_at_least(saved_bytes) / self._own_seconds
+        return again + self.overhead_of(self._saved_by_torch)
 
     @cached_property
     def _own_seconds(self) -> float:
@@ -189,7 +197,8 @@ class Proposer:
 
     @cached_property
     def _cuts(self) -> Cuts:
-        return Cuts(self._joint, self._costs(self._joint.module.graph).again)
+        again = self._costs(self._joint.module.graph).again
+        return Cuts(self._joint, again, self._bytes_of)
 
     def _costs(self, *graphs: fx.Graph) -> CpuCosts | CardCosts:
         costs = costs_of(self._card, self._step.kernel_bytes)
@@ -200,6 +209,11 @@ class Proposer:
         """Torch's own choice, and the solver's plans."""
         planner = self.planner
         yield self.candidate(())
+        if self._as_bits and any(
+            becomes_bits(node) and node.name in self._saved_by_torch
+            for node in self._joint.module.graph.nodes
+        ):
+            yield self._saving(self._saved_by_torch)  # with masks as bits
         ends = planner.floor.peak_bytes, planner.unplanned.peak_bytes
         for budget_bytes in budgets_to_try(*ends):
             for solver in (planner, self._fused_planner):
@@ -223,6 +237,9 @@ class Proposer:
             if peak_bytes <= _MOST_AT_ONCE * one.simulated_peak_bytes:
                 yield self.candidate(regions)
 
+    def _saving(self, names: Collection[str]) -> Candidate:
+        return self.candidate(saving_nodes(self._step, self._joint, names, Region(0)))
+
     @cached_property
     def _to_save(self) -> frozenset[str]:
         """Nodes that every plan of the solver saves."""
@@ -232,12 +249,21 @@ class Proposer:
     def _fused_planner(self) -> Planner:
         return Planner(fused(self._step))
 
+    @cached_property
+    def _saved_by_torch(self) -> frozenset[str]:
+        """Names of what forward saves without a plan."""
+        inputs = self._joint.backward.graph.find_nodes(op="placeholder")
+        return frozenset(one.name for one in inputs)
+
+    def _bytes_of(self, node: fx.Node) -> int:
+        """What a node takes that forward saves under a plan."""
+        return saved_bytes(node) if self._as_bits else nodes.num_bytes(node)
+
     def _bytes_saved(self, saved: Saved) -> int:
         if saved not in self._saved_bytes:
-            inputs = self._joint.backward.graph.find_nodes(op="placeholder")
-            names = {one.name for one in inputs} if saved is None else saved
+            names = self._saved_by_torch if saved is None else saved
             graph = self._joint.module.graph
-            self._saved_bytes[saved] = bytes_handed(graph, names)
+            self._saved_bytes[saved] = bytes_handed(graph, names, self._bytes_of)
         return self._saved_bytes[saved]
 
 

@@ -62,5 +62,5 @@ def saved_in_any(joint: JointGraph, plan: Plan) -> frozenset[Saved]:
         with suppress(PlanError):
             regions = [*map(flat, resolve(plan, step.graph))]
             made = saved_by(step, Simulator(step.graph), regions)
-            found.add(made if regions else joint.instead)
+            found.add(made if regions else None)
     return frozenset(found)

@@ -148,7 +148,7 @@ class CompiledPlanner:
             known = Known(digest, None, None, {}, frozenset())
         self.digest = known.joint  # equal for joint graphs that have the same plans
         self._fuses_more, self._candidates = known.fuses_more, known.candidates
-        real = {} if unplanned is None else {joint.instead: unplanned}
+        real: dict[Saved, Replayed] = {} if unplanned is None else {None: unplanned}
         found = {**(known.replayed if quick else known.real_ones), **real}
         given = joint.num_outputs, self._lowered, self._remember, quick
         self.replays = Replays(*given, found, real, known.real)
@@ -156,8 +156,8 @@ class CompiledPlanner:
     @property
     def unplanned(self) -> Replayed:
         """The replay of the code that torch's own choice gives."""
-        self.replays.is_real(self.joint.instead)
-        return self.replays.of(self.joint.instead)
+        self.replays.is_real(None)
+        return self.replays.of(None)
 
     @cached_property
     def step(self) -> CompiledStep:
@@ -227,7 +227,7 @@ class CompiledPlanner:
             PlanError: As of ``named``.
         """
         check_same_graph(plan, self.joint.digest, self.device.type)
-        if self._card is None and self.joint.instead not in self.replays.found:
+        if self._card is None and None not in self.replays.found:
             found = saved_in_any(self.joint, plan)
             if len(found) == 1:
                 return next(iter(found))

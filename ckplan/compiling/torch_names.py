@@ -14,6 +14,7 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 try:
     from torch._dynamo.exc import (
@@ -33,6 +34,7 @@ try:
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.custom_graph_pass import CustomPartitionerFn
+    from torch._inductor.decomposition import select_decomp_table
     from torch._inductor.exc import CppCompileError, InvalidCxxCompiler
     from torch._inductor.graph import GraphLowering
     from torch._inductor.scheduler import OrderedSet, SchedulerNode, StarDep, WeakDep
@@ -45,7 +47,7 @@ except (ImportError, OSError) as missing:  # what is amiss is said when it is ne
     InvalidCxxCompiler = CppCompileError = ()
     get_cpp_compiler = compile_fx = compile_fx_inner = functorch_config = None
     GraphLowering = OrderedSet = SchedulerNode = StarDep = WeakDep = V = None
-    inductor_config = None
+    inductor_config = select_decomp_table = None
 else:
     MISSING = None
 
@@ -90,6 +92,7 @@ __all__ = [
     "compile_fx",
     "compile_fx_inner",
     "copy_of",
+    "decompositions",
     "default_parts",
     "evaluate",
     "frugal_parts",
@@ -97,6 +100,7 @@ __all__ = [
     "get_cpp_compiler",
     "inductor_config",
     "layout_at",
+    "make_fx",
     "module_of",
     "storage_key",
     "symbol_of",
@@ -203,6 +207,11 @@ def tagged_parts(joint: fx.GraphModule, inputs: Any, how: dict[str, Any]) -> Par
     """Forward and backward with exactly the tagged nodes saved."""
     with _use_lazy_graph_module(True):
         return default_partition(joint, inputs, **how)
+
+
+def decompositions() -> Any:
+    """What Inductor replaces ops by, before a joint graph is divided."""
+    return select_decomp_table()
 
 
 def module_of(graph: fx.Graph, attributes: fx.GraphModule) -> fx.GraphModule:

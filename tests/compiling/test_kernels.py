@@ -110,7 +110,7 @@ def test_a_dropped_mask_is_drawn_again_and_neither_written_nor_read(
     planner: CompiledPlanner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     numbers = 2 * ROWS * 64
-    masks = MaskSeconds(draw=4e-6, write=1e-6, read=2e-6)
+    masks = MaskSeconds(draw=4e-6, write=1e-6, read=2e-6, pack=5e-7, unpack=5e-7)
     of_cpu = costs_at(monkeypatch, masks)
     joint = generated(planner, "")[0]
     forward, backward = joint.forward.graph, joint.backward.graph
@@ -122,7 +122,7 @@ def test_a_dropped_mask_is_drawn_again_and_neither_written_nor_read(
     whole, rebuilt = of_cpu.seconds(run, kernels)[0], of_cpu.rebuilt(run, kernels)[0]
     threads = torch.get_num_threads()
     assert whole * threads == pytest.approx(numbers * 5e-6)
-    assert rebuilt * threads == pytest.approx(numbers * 1e-6)
+    assert rebuilt * threads == pytest.approx(numbers * 3e-6)  # of its bits
     fused = [one for one in nodes.ops_of(backward) if not nodes.is_alone(one)]
     reading = of_cpu.seconds(fused, Kernels(backward))[0]
     assert reading * threads == pytest.approx(numbers * 2e-6, rel=0.01)
@@ -135,7 +135,7 @@ def test_a_mask_that_costs_more_to_keep_makes_plans_without_it_cheaper(
     dropping = planner.joint.divided(planner.proposer.ways["everything"].saved or ())
     draw, added = 10e-9, {}
     for more in (0.0, 5e-9):
-        costs_at(monkeypatch, MaskSeconds(draw, write=draw + more, read=more))
+        costs_at(monkeypatch, MaskSeconds(draw, draw + more, more, 0.0, 0.0))
         own, other = map(planner.proposer.seconds_in, (planner.joint, dropping))
         added[more] = other - own
     numbers, threads = 2 * ROWS * 64, torch.get_num_threads()

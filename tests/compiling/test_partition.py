@@ -98,14 +98,14 @@ def test_a_division_that_reads_a_changed_buffer_is_told_from_one_that_does_not()
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_plan_without_regions_saves_what_replaces_torch_own_choice() -> None:
+def test_a_plan_without_regions_is_torch_own_choice_or_what_replaces_it() -> None:
     own = Partitioner(None)
     gradient(Normed(), own)
     assert own.seen is not None
     joint = replace(own.seen, instead=frozenset({"sigmoid"}))
     planner = CompiledPlanner(Mock(inputs=()), joint, unplanned=Replayed(1, 1, 1, 1, 1))
     one = planner.proposer.candidate(())
-    assert (one.saved, one.overhead) == ({"sigmoid"}, 0.0)
+    assert (one.saved, one.overhead) == (None, 0.0)  # the partitioner replaces it
     assert planner.replayed(one.saved) is planner.unplanned
 
 

@@ -13,7 +13,8 @@ from ckplan.tracing.costs import mask_seconds as prices
 from ckplan.tracing.costs.cost_cache import FOLDER_VARIABLE, cost_cache
 from ckplan.tracing.costs.mask_seconds import ESTIMATED, KEYS, MaskSeconds
 
-TOLD = "a warning\n[1e-09, 2e-09, 3e-09]\n"
+TOLD = "a warning\n[1e-09, 2e-09, 3e-09, 4e-09, 5e-09]\n"
+REST = ", 4e-09, 5e-09]\n"
 
 
 class Child:
@@ -39,23 +40,24 @@ def child(monkeypatch: pytest.MonkeyPatch, folder: Path, told: str | None) -> Ch
 
 
 def test_differences_of_what_runs_by_turns_are_the_seconds_of_one_number() -> None:
-    usual = (30.0, 18.0, 8.0, 5.0, 12.0)  # keeps, drops, plain, reads, draws again
+    # keeps, keeps bits, drops, plain; reads, draws again, reads bits
+    usual = (30.0, 20.0, 18.0, 8.0, 5.0, 12.0, 4.0)
     found = prices.prices_of([usual, [2 * one for one in usual], usual], 0.5)
-    assert found == MaskSeconds(draw=5.0, write=6.0, read=1.5)
-    noise = (7.0, 8.0, 9.0, 1.0, 0.5)  # no price is below zero
-    assert prices.prices_of([noise], 1.0) == MaskSeconds(0.0, 0.0, 0.0)
+    assert found == MaskSeconds(draw=5.0, write=6.0, read=1.5, pack=1.0, unpack=1.0)
+    noise = (7.0, 7.0, 8.0, 9.0, 1.0, 0.5, 1.0)  # no price is below zero
+    assert prices.prices_of([noise], 1.0) == MaskSeconds(0.0, 0.0, 0.0, 0.0, 0.0)
 
 
 def test_they_are_measured_in_another_process_on_three_occasions(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     measuring = child(monkeypatch, tmp_path, TOLD)
-    usual = MaskSeconds(1e-9, 2e-9, 3e-9)
+    usual = MaskSeconds(1e-9, 2e-9, 3e-9, 4e-9, 5e-9)
     assert prices.mask_seconds() == prices.mask_seconds() == usual
     (code,) = measuring.code
     assert f"main({torch.get_num_threads()})" in code
     found: list[MaskSeconds] = []
-    for told in ("[3e-09, 2e-09, 2e-09]\n", "[2e-09, 2e-09, 1e-09]\n", TOLD):
+    for told in (f"[3e-09, 2e-09, 2e-09{REST}", f"[2e-09, 2e-09, 1e-09{REST}", TOLD):
         monkeypatch.setattr(prices, "_found", {})  # as in another process
         measuring.told = told
         found.append(prices.mask_seconds())

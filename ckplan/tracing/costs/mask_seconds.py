@@ -1,8 +1,9 @@
 """Seconds that generated code takes for random numbers and masks.
 
 On a CPU, Inductor draws one number at a time, writes truth values far slower than their
-bytes say, and reads them slowly, too. How slowly differs between machines, and whether
-a mask is kept or drawn again depends on it. So five small functions are compiled, and
+bytes say, and reads them slowly, too; bits of them take less. How slowly differs
+between machines, and whether a mask is kept or drawn again depends on it. So seven
+small functions are compiled, and
 run by turns, in a process of their own: the compiler may be at work in this one. The
 first three processes that ask do so; the least that they find counts, since other
 programs make all of it longer.
@@ -22,6 +23,7 @@ from statistics import median
 import torch
 from torch.nn import functional
 
+from ckplan.encodings import pack_planes, unpack_planes
 from ckplan.tracing.costs.cost_cache import Cost, cost_cache
 from ckplan.tracing.costs.spread import OtherPrograms
 from ckplan.tracing.costs.timing import seconds_of
@@ -46,9 +48,11 @@ class MaskSeconds:
     draw: float  # of a random number
     write: float  # of a truth value to memory
     read: float  # of one from memory, in backward
+    pack: float  # of a truth value to a bit, in memory
+    unpack: float  # of one from its bit, in backward
 
 
-ESTIMATED = MaskSeconds(draw=9.5e-9, write=11e-9, read=2e-9)
+ESTIMATED = MaskSeconds(draw=9.5e-9, write=11e-9, read=2e-9, pack=1.5e-9, unpack=1e-9)
 """As measured on an AMD EPYC; taken where nothing can be compiled."""
 KEYS = tuple(f"{one.name} a number in generated code" for one in fields(MaskSeconds))
 """Names in the cost cache."""
@@ -105,10 +109,14 @@ def measure(
     """
     x = torch.randn(_ROWS, _WIDTH)
     given = x, x.softmax(-1), torch.rand_like(x) > _RATE
-    kinds = [compiled(one) for one in (_keeping, _dropping, _plain, _reading, _again)]
+    bits = pack_planes(given[-1])
+    forward = [partial(compiled(f), *given) for f in (_keeping, _packing, _dropping)]
+    forward.append(partial(compiled(_plain), *given))
+    backward = [partial(compiled(f), *given) for f in (_reading, _again)]
+    backward.append(partial(compiled(_unpacking), x, given[1], bits))
     with torch.no_grad():
         rounds = [
-            [seconds_of(partial(one, *given), _CPU)[0] for one in kinds]
+            [seconds_of(one, _CPU)[0] for one in (*forward, *backward)]
             for _ in range(_ROUNDS + _DROPPED)
         ]
     return prices_of(rounds[_DROPPED:], threads / x.numel())
@@ -118,14 +126,16 @@ def prices_of(rounds: Sequence[Sequence[float]], scale: float) -> MaskSeconds:
     """Differences of what was run by turns.
 
     Args:
-        rounds: Seconds of forward that keeps a mask, drops it, and has none, and of
-            backward that reads it, and draws it again.
+        rounds: Seconds of forward that keeps a mask, keeps its bits, drops it, and has
+            none, and of backward that reads it, draws it again, and reads its bits.
         scale: Of these to one number on one core.
     """
-    draw = median(drops - plain for _, drops, plain, _, _ in rounds)
-    write = median(keeps - drops for keeps, drops, _, _, _ in rounds)
-    again = median(draws - reads for _, _, _, reads, draws in rounds)
-    found = draw, write, draw - again
+    draw = median(drops - plain for _, _, drops, plain, *_ in rounds)
+    write = median(keeps - drops for keeps, _, drops, *_ in rounds)
+    pack = median(packs - drops for _, packs, drops, *_ in rounds)
+    again = median(draws - reads for *_, reads, draws, _ in rounds)
+    instead = median(draws - unpacks for *_, draws, unpacks in rounds)
+    found = draw, write, draw - again, pack, draw - instead
     return MaskSeconds(*(max(seconds, 0.0) * scale for seconds in found))
 
 
@@ -133,9 +143,16 @@ def prices_of(rounds: Sequence[Sequence[float]], scale: float) -> MaskSeconds:
 # written depends on that. Backward of a softmax reads the mask in both of its loops.
 
 
-def _keeping(x: torch.Tensor, y: torch.Tensor, mask: torch.Tensor) -> object:
+def _keeping(
+    x: torch.Tensor, y: torch.Tensor, mask: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     dropped, kept = torch.native_dropout(x, _RATE, True)
     return functional.layer_norm(y + dropped, (_WIDTH,)), kept
+
+
+def _packing(x: torch.Tensor, y: torch.Tensor, mask: torch.Tensor) -> object:
+    made, kept = _keeping(x, y, mask)
+    return made, pack_planes(kept)
 
 
 def _dropping(x: torch.Tensor, y: torch.Tensor, mask: torch.Tensor) -> object:
@@ -153,3 +170,7 @@ def _reading(x: torch.Tensor, y: torch.Tensor, mask: torch.Tensor) -> object:
 
 def _again(x: torch.Tensor, y: torch.Tensor, mask: torch.Tensor) -> object:
     return _reading(x, y, torch.rand_like(x) > _RATE)
+
+
+def _unpacking(x: torch.Tensor, y: torch.Tensor, bits: torch.Tensor) -> object:
+    return _reading(x, y, unpack_planes(bits, x.shape))
