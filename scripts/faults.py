@@ -466,6 +466,18 @@ FAULTS = [
         "tracing/test_other_programs.py",
     ),
     Fault(
+        "compiling/masks.py",
+        "if mask in kept or mask in new",
+        "if mask in new",
+        "compiling/test_masks.py",
+    ),
+    Fault(
+        "encodings.py",
+        "planes[place].to(torch.uint8), place)",
+        "planes[place].to(torch.uint8), place - 1)",
+        "test_encodings.py",
+    ),
+    Fault(
         "compiling/cuts.py",
         "return 0 if fused or node in again else INFINITE",
         "return 0",

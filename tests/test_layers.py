@@ -80,7 +80,15 @@ ROOMS: dict[str, set[str]] = {
     | {"tracing.steps"},
     "compiling": BASICS
     | CORE
-    | {"copies", "solving", "training", "applying", "tracing", "tracing.faking"}
+    | {
+        "copies",
+        "encodings",
+        "solving",
+        "training",
+        "applying",
+        "tracing",
+        "tracing.faking",
+    }
     | {"tracing.recording", "tracing.costs", "tracing.cuda"},
     "verifying": BASICS
     | CORE

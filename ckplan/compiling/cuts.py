@@ -21,7 +21,8 @@ from typing import NamedTuple
 from torch import fx
 
 from ckplan.compiling import nodes
-from ckplan.compiling.partition import JointGraph, before_gradients, made_once
+from ckplan.compiling.handing import before_gradients, made_once
+from ckplan.compiling.partition import JointGraph
 from ckplan.solving.mincut import INFINITE, SINK, SOURCE, Network
 
 _PER_SECOND = 10**21  # units of capacities

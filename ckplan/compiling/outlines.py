@@ -13,8 +13,9 @@ from dataclasses import replace
 from torch import fx
 
 from ckplan.compiling import nodes
+from ckplan.compiling.handing import before_gradients, read_by_backward
 from ckplan.compiling.masks import pack_masks
-from ckplan.compiling.partition import JointGraph, before_gradients, read_by_backward
+from ckplan.compiling.partition import JointGraph
 from ckplan.compiling.torch_names import TANGENTS, module_of
 
 

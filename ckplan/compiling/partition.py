@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, TypeAlias
@@ -18,13 +18,13 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from ckplan.compiling import nodes
+from ckplan.compiling.handing import before_gradients, bytes_handed, made_once
 from ckplan.compiling.masks import pack_masks
 from ckplan.compiling.sums import compute_apart, sums_that_wait
 from ckplan.compiling.torch_names import (
     IN_FORWARD,
     PLACE,
     PRIMALS,
-    TANGENTS,
     CustomPartitionerFn,
     Parts,
     default_parts,
@@ -263,17 +263,6 @@ def _copy(module: fx.GraphModule) -> fx.GraphModule:
     return module_of(copy.deepcopy(module.graph), module)
 
 
-def before_gradients(graph: fx.Graph) -> Iterator[fx.Node]:
-    """The nodes that need no gradient, in order: all of forward."""
-    after: set[fx.Node] = set()
-    for node in graph.nodes:
-        is_gradient = node.op == "placeholder" and node.name.startswith(TANGENTS)
-        if is_gradient or not after.isdisjoint(node.all_input_nodes):
-            after.add(node)
-        else:
-            yield node
-
-
 def _move_to_forward(graph: fx.Graph, saved: Collection[str]) -> None:
     """Move what is saved, and needs no gradient, among the nodes of forward.
 
@@ -299,63 +288,3 @@ def _move_to_forward(graph: fx.Graph, saved: Collection[str]) -> None:
         last.append(node)
         last = node
         node.meta[PLACE] = IN_FORWARD
-
-
-def read_by_backward(graph: fx.Graph, saved: Collection[str]) -> set[fx.Node]:
-    """What a division that saves the nodes named hands to backward, without inputs.
-
-    Of what is named, backward may need only some.
-    """
-    changed, forward = nodes.changed_inputs(graph), {*before_gradients(graph)}
-    seen: set[fx.Node] = set()
-    found: set[fx.Node] = set()
-    todo = [node for node in graph.nodes if node not in forward]
-    while todo:
-        for node in todo.pop().all_input_nodes:
-            if node in seen or node not in forward or node.op == "placeholder":
-                continue
-            seen.add(node)
-            if node.name in saved or made_once(node, changed):
-                found.add(node)
-            else:
-                todo.append(node)
-    return found
-
-
-def bytes_handed(
-    graph: fx.Graph,
-    saved: Collection[str],
-    bytes_of: Callable[[fx.Node], int] = nodes.num_bytes,
-) -> int:
-    """Bytes that a division hands to backward at least, without inputs.
-
-    Of what makes several tensors, or has views, those count that backward reads.
-
-    Args:
-        graph: Of the joint graph.
-        saved: Names of nodes that forward saves.
-        bytes_of: What a saved node takes.
-    """
-    found: dict[fx.Node, int] = {}
-    for node in read_by_backward(graph, saved):
-        base = nodes.base_of(node)
-        if base.op != "placeholder":  # some views of others are expanded
-            num_bytes = min(map(bytes_of, (node, base)))
-            found[base] = max(found.get(base, 0), num_bytes)
-    return sum(found.values())
-
-
-def made_once(node: fx.Node, changed: Collection[fx.Node]) -> bool:
-    """Whether backward could not make the value again: drawn, or its input is gone."""
-    return _runs_once(node, changed) or any(
-        _runs_once(one, changed)
-        for one in node.all_input_nodes
-        if not nodes.is_tensor(one)
-    )
-
-
-def _runs_once(node: fx.Node, changed: Collection[fx.Node]) -> bool:
-    if nodes.is_draw(node):
-        return True
-    bases = map(nodes.base_of, node.all_input_nodes)
-    return not nodes.is_view(node) and any(base in changed for base in bases)

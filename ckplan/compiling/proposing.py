@@ -16,16 +16,12 @@ from ckplan.compiling import nodes
 from ckplan.compiling.costs import CardCosts, CpuCosts, costs_of
 from ckplan.compiling.cuts import Cuts
 from ckplan.compiling.graph import CompiledStep, as_graph
+from ckplan.compiling.handing import before_gradients, bytes_handed
 from ckplan.compiling.kernels import Kernels
 from ckplan.compiling.layouts import convolutions_to_save, saving
 from ckplan.compiling.masks import becomes_bits, saved_bytes
 from ckplan.compiling.outlines import outlined
-from ckplan.compiling.partition import (
-    JointGraph,
-    Saved,
-    before_gradients,
-    bytes_handed,
-)
+from ckplan.compiling.partition import JointGraph, Saved
 from ckplan.compiling.runs import runs_of
 from ckplan.compiling.saved_values import flat, saved_by
 from ckplan.gpus import Gpu
@@ -88,8 +84,8 @@ class Proposer:
 
     @cached_property
     def planner(self) -> Planner:
-        """The solver of the step's ``Graph``."""
-        return Planner(self._step.graph)
+        """The solver of the step's ``Graph``, with masks as a plan saves them."""
+        return Planner(self._with_bits(self._step.graph))
 
     @cached_property
     def ways(self) -> Mapping[str, Candidate]:
@@ -209,11 +205,8 @@ class Proposer:
         """Torch's own choice, and the solver's plans."""
         planner = self.planner
         yield self.candidate(())
-        if self._as_bits and any(
-            becomes_bits(node) and node.name in self._saved_by_torch
-            for node in self._joint.module.graph.nodes
-        ):
-            yield self._saving(self._saved_by_torch)  # with masks as bits
+        if planner.graph.storages != self._step.graph.storages:  # with masks as bits
+            yield self._saving(self._saved_by_torch)
         ends = planner.floor.peak_bytes, planner.unplanned.peak_bytes
         for budget_bytes in budgets_to_try(*ends):
             for solver in (planner, self._fused_planner):
@@ -247,7 +240,21 @@ class Proposer:
 
     @cached_property
     def _fused_planner(self) -> Planner:
-        return Planner(fused(self._step))
+        return Planner(self._with_bits(fused(self._step)))
+
+    def _with_bits(self, graph: Graph) -> Graph:
+        if not self._as_bits:
+            return graph
+        masks = {
+            node.name: saved_bytes(node)
+            for node in self._joint.module.graph.nodes
+            if becomes_bits(node)
+        }
+        storages = [*graph.storages]
+        for number, name in self._step.name_of.items():
+            if name in masks:
+                storages[number] = replace(storages[number], bytes=masks[name])
+        return replace(graph, storages=tuple(storages))
 
     @cached_property
     def _saved_by_torch(self) -> frozenset[str]:

@@ -12,7 +12,7 @@ from torch import fx, nn
 
 from ckplan.compiling import costs, nodes
 from ckplan.compiling.kernels import Kernels
-from ckplan.compiling.masks import becomes_bits, num_packed, saved_bytes
+from ckplan.compiling.masks import becomes_bits, num_packed, pack_masks, saved_bytes
 from ckplan.compiling.outlines import outlined
 from ckplan.compiling.partition import cached_partitioner
 from ckplan.compiling.proposing import Proposer
@@ -134,6 +134,32 @@ def test_only_masks_with_rows_of_eight_planes_become_bits() -> None:
 
 def targets(graph: fx.Graph) -> Counter[object]:
     return Counter(node.target for node in nodes.ops_of(graph))
+
+
+@pytest.mark.parametrize("num_outputs", [0, 1])
+def test_a_mask_that_forward_returns_stays_a_mask(num_outputs: int) -> None:
+    with FakeTensorMode():
+        fake = torch.empty(8, 16)
+    forward, backward = fx.Graph(), fx.Graph()
+    x = forward.placeholder("primals_1")
+    mask = forward.call_function(torch.ops.aten.gt.Scalar, (x, 0.0))
+    forward.output((mask,) * (num_outputs + 1))
+    known, given = (backward.placeholder(one) for one in (mask.name, "tangents_1"))
+    backward.output((backward.call_function(torch.ops.aten.mul, (given, known)),))
+    for node in (x, given):
+        node.meta["val"] = fake
+    for node in (mask, known):
+        node.meta["val"] = fake > 0
+    parts = [fx.GraphModule({}, graph) for graph in (forward, backward)]
+    pack_masks((parts[0], parts[1]), num_outputs)
+    (saved,) = parts[1].graph.find_nodes(op="placeholder")[:1]
+    kinds = [one.meta["val"].dtype for one in nodes.outputs(parts[0].graph)]
+    if num_outputs:
+        assert kinds == [torch.bool, torch.bool]
+        assert saved.meta["val"].dtype == torch.bool
+    else:
+        assert kinds == [torch.uint8]
+        assert (saved.meta["val"].dtype, saved.meta["val"].numel()) == (*kinds, 16)
 
 
 def test_an_outline_has_bits_as_what_is_compiled(planner: CompiledPlanner) -> None:

@@ -11,8 +11,8 @@ import torch
 from torch import fx, nn
 
 from ckplan.compiling import nodes, proposing
+from ckplan.compiling.handing import before_gradients
 from ckplan.compiling.lowering import DynamoGraph
-from ckplan.compiling.partition import before_gradients
 from ckplan.compiling.replay import replay
 from ckplan.compiling.search import CompiledPlanner
 from ckplan.plan.region import Region
