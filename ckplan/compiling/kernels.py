@@ -117,12 +117,13 @@ def _users(node: fx.Node) -> Iterator[fx.Node]:
 def _depths(graph: fx.Graph) -> dict[fx.Node, int]:
     """The most contractions on a path to each node.
 
-    What no tensor is needed for, such as random numbers, is made where it is used.
+    What no tensor is needed for, such as random numbers, is made where it is used, and
+    there bits of masks are read.
     """
     found: dict[fx.Node, int] = {}
     free: dict[fx.Node, None] = {}
     for node in nodes.ops_of(graph):
-        given = [one for one in node.all_input_nodes if nodes.num_bytes(one) > _SMALL]
+        given = [one for one in node.all_input_nodes if not _is_small(one)]
         if all(one in free for one in given):
             free[node] = None
         depth = max((found.get(one, 0) for one in given), default=0)
@@ -131,6 +132,10 @@ def _depths(graph: fx.Graph) -> dict[fx.Node, int]:
         at = [found[one] for one in node.users if one in found]
         found[node] = min(at, default=0)
     return found
+
+
+def _is_small(node: fx.Node) -> bool:
+    return nodes.num_bytes(node) <= _SMALL or num_packed(node) > 0
 
 
 def _is_of_contraction(node: fx.Node) -> bool:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import fx
@@ -21,8 +20,8 @@ from ckplan.encodings import PLANES, pack_planes, unpack_planes
 
 NUM_TRUTHS = "ckplan_truths"
 """Where bits, in forward and as input of backward, keep how many values they are."""
-_traced = WeakKeyDictionary[object, dict[torch.Size, tuple[fx.Graph, fx.Graph]]]()
-"""Graphs that pack and unpack masks, by their fake mode and shape."""
+_TRACED = "ckplan_masks"
+"""Where a fake mode keeps the graphs that pack and unpack masks, by their shape."""
 
 
 def is_mask(node: fx.Node) -> bool:
@@ -112,12 +111,13 @@ def _inlined(into: fx.Graph, graph: fx.Graph, given: fx.Node, of: fx.Node) -> fx
 
 def _traced_for(mask: torch.Tensor) -> tuple[fx.Graph, fx.Graph]:
     """Graphs that pack a fake mask, and that unpack it."""
-    known = _traced.setdefault(mask.fake_mode, {})
+    known = vars(mask.fake_mode).setdefault(_TRACED, {})
     if mask.shape not in known:
         packing, packed = _graph_of(pack_planes, mask)
         unpacking, _ = _graph_of(partial(unpack_planes, shape=mask.shape), packed)
         known[mask.shape] = packing, unpacking
-    return known[mask.shape]
+    found: tuple[fx.Graph, fx.Graph] = known[mask.shape]
+    return found
 
 
 def _graph_of(

@@ -94,7 +94,7 @@ class Proposer:
         found = dict(zip(WAYS, (*(layers or [()]), (Region(0),)), strict=False))
         for name, share in zip(WAYS[2:], TORCH_BUDGETS, strict=True):
             names = self._joint.saved_by_torch(share)
-            found[name] = saving_nodes(self._step, self._joint, names, Region(0))
+            found[name] = self._saving(names)
         return {name: self.candidate(some) for name, some in found.items() if some}
 
     @cached_property
@@ -185,7 +185,8 @@ class Proposer:
             saved_bytes: Most bytes that forward saves.
         """
         again = self._cuts.seconds_at_least(saved_bytes) / self._own_seconds
-        return again + self.overhead_of(self._saved_by_torch)
+        gain = self.overhead_of(self._saved_by_torch) if self._as_bits else 0.0
+        return again + min(gain, 0.0)
 
     @cached_property
     def _own_seconds(self) -> float:
@@ -206,7 +207,7 @@ class Proposer:
         planner = self.planner
         yield self.candidate(())
         if planner.graph.storages != self._step.graph.storages:  # with masks as bits
-            yield self._saving(self._saved_by_torch)
+            yield self.candidate(self._saving(self._saved_by_torch))
         ends = planner.floor.peak_bytes, planner.unplanned.peak_bytes
         for budget_bytes in budgets_to_try(*ends):
             for solver in (planner, self._fused_planner):
@@ -225,13 +226,13 @@ class Proposer:
             names = narrowed(self._step, self._cuts, one.saved) | self._to_save
             if self._bytes_saved(names) > _FEWER * one.saved_bytes:
                 continue
-            regions = saving_nodes(self._step, self._joint, names, Region(0))
+            regions = self._saving(names)
             peak_bytes = self.planner.simulator.run(regions).peak_bytes
             if peak_bytes <= _MOST_AT_ONCE * one.simulated_peak_bytes:
                 yield self.candidate(regions)
 
-    def _saving(self, names: Collection[str]) -> Candidate:
-        return self.candidate(saving_nodes(self._step, self._joint, names, Region(0)))
+    def _saving(self, names: Collection[str]) -> tuple[Region, ...]:
+        return saving_nodes(self._step, self._joint, names, Region(0))
 
     @cached_property
     def _to_save(self) -> frozenset[str]:
@@ -243,6 +244,7 @@ class Proposer:
         return Planner(self._with_bits(fused(self._step)))
 
     def _with_bits(self, graph: Graph) -> Graph:
+        """The graph with the bytes that masks have where a plan saves them."""
         if not self._as_bits:
             return graph
         masks = {
