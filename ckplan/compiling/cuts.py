@@ -104,7 +104,10 @@ class Cuts:
                 least = between
 
     def narrowed(
-        self, saved: Collection[str], nameable: Collection[str]
+        self,
+        saved: Collection[str],
+        nameable: Collection[str],
+        draws_again: bool = True,
     ) -> frozenset[str]:
         """The fewest bytes for which no other contractions and draws run again.
 
@@ -114,6 +117,7 @@ class Cuts:
         Args:
             saved: Names of nodes that forward saves; no views.
             nameable: Names of nodes that it may save instead.
+            draws_again: Whether draws run again where they do now; or none at all.
 
         Returns:
             Names of nodes.
@@ -125,6 +129,8 @@ class Cuts:
             if edge.keeps:
                 can = node.name in nameable or node in self._made_once
                 return self._bytes(node) if can else INFINITE
+            if nodes.num_drawn(node) and not draws_again:
+                return INFINITE
             fused = not nodes.is_alone(node) and not nodes.num_drawn(node)
             return 0 if fused or node in again else INFINITE
 

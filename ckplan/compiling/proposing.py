@@ -218,18 +218,28 @@ class Proposer:
     def _with_fewer_bytes(self, own: Sequence[Candidate]) -> Iterator[Candidate]:
         """Those that can run the same contractions again with fewer bytes saved.
 
-        Where what is computed from these is simulated to take far more at once, a layer
-        may have to be made of all before it.
+        Where masks are bits, all of them are saved: to draw one again takes longer than
+        its bits are worth, but for the smallest plan. Where what is computed from these
+        is simulated to take far more at once, a layer may have to be made of all before
+        it.
         """
-        for one in {one.saved: one for one in own if one.regions}.values():
-            assert one.saved is not None
-            names = narrowed(self._step, self._cuts, one.saved) | self._to_save
-            if self._bytes_saved(names) > _FEWER * one.saved_bytes:
-                continue
-            regions = self._saving(names)
-            peak_bytes = self.planner.simulator.run(regions).peak_bytes
-            if peak_bytes <= _MOST_AT_ONCE * one.simulated_peak_bytes:
-                yield self.candidate(regions)
+        planned = {one.saved: one for one in own if one.regions}.values()
+        smallest = min(planned, key=lambda one: one.simulated_peak_bytes, default=None)
+        for one in planned:
+            for draws_again in sorted({not self._as_bits, one is smallest}):
+                names = self._narrowed(one.saved, draws_again)
+                fewer = self._bytes_saved(names) < _FEWER * one.saved_bytes
+                if not fewer and self.overhead_of(names) >= one.overhead:
+                    continue
+                regions = self._saving(names)
+                peak_bytes = self.planner.simulator.run(regions).peak_bytes
+                if peak_bytes <= _MOST_AT_ONCE * one.simulated_peak_bytes:
+                    yield self.candidate(regions)
+
+    def _narrowed(self, saved: Saved, draws_again: bool) -> frozenset[str]:
+        assert saved is not None
+        found = narrowed(self._step, self._cuts, saved, draws_again)
+        return found | self._to_save
 
     def _saving(self, names: Collection[str]) -> tuple[Region, ...]:
         return saving_nodes(self._step, self._joint, names, Region(0))
@@ -301,13 +311,15 @@ def saving_nodes(
     return saving(step, (whole,), made)
 
 
-def narrowed(step: CompiledStep, cuts: Cuts, saved: frozenset[str]) -> frozenset[str]:
+def narrowed(
+    step: CompiledStep, cuts: Cuts, saved: frozenset[str], draws_again: bool = True
+) -> frozenset[str]:
     """Nodes of fewest bytes that spare the same contractions, and that plans can name.
 
     The solver decides about one tensor after the other; that a third, of which both are
     made, is enough, it need not see.
     """
-    return cuts.narrowed(saved, {*step.name_of.values()})
+    return cuts.narrowed(saved, {*step.name_of.values()}, draws_again)
 
 
 def budgets_to_try(low: int, high: int) -> Iterator[int]:
