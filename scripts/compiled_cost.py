@@ -15,8 +15,8 @@ row. Predicted overheads are those of the plan files. The most that is asked is 
 measured ones. "Least" is what contractions and attention take that any division runs
 again in backward if it saves no more than the budget leaves beside parameters and
 batch: a minimum cut of the joint graph at their measured seconds
-(`ckplan/compiling/cuts.py`). All else is fused, counts as free there, and can be a
-gain.
+(`ckplan/compiling/cuts.py`), less what masks gain as bits. All else is fused, counts as
+free there, and can be a gain.
 
 Rows are kept beside the page, as JSON, so that some can be measured again:
 

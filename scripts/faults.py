@@ -479,6 +479,12 @@ FAULTS = [
     ),
     Fault(
         "compiling/cuts.py",
+        "if nodes.num_drawn(node) and not draws_again:",
+        "if nodes.num_drawn(node) and draws_again is None:",
+        "compiling/test_masks.py",
+    ),
+    Fault(
+        "compiling/cuts.py",
         "return 0 if fused or node in again else INFINITE",
         "return 0",
         "compiling/test_cuts.py",

@@ -207,6 +207,16 @@ def test_bits_that_spare_seconds_are_promised_and_chosen(
     )
 
 
+def test_plans_of_fewer_bytes_draw_no_mask_again(planner: CompiledPlanner) -> None:
+    saved, drawn = planner.proposer.ways["everything"].saved, {}
+    for draws_again in (False, True):
+        names = planner.proposer._narrowed(saved, draws_again)
+        backward = outlined(planner.joint, names).backward.graph
+        drawn[draws_again] = sum(map(nodes.num_drawn, nodes.ops_of(backward)))
+    assert drawn[False] == 0
+    assert drawn[True] >= 2 * 4 * HEADS * ROWS * ROWS
+
+
 def test_a_small_gain_is_not_promised(
     planner: CompiledPlanner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
