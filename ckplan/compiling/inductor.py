@@ -1,7 +1,7 @@
 """How Inductor is called for a plan, and what of it acts otherwise meanwhile.
 
-Kernels that write into a buffer stay before those that read it. And in a backward that
-computes values again,
+Kernels that write into a buffer stay before those that read it, and random numbers are
+drawn in the order of the program. And in a backward that computes values again,
 
 - nodes that only read the same value share a kernel if they are near: Inductor moves
   the later of them forward, with all that it is made of. Attention of two layers that
@@ -22,13 +22,16 @@ from unittest import mock
 
 from torch import fx
 
+from ckplan.compiling.nodes import draws
 from ckplan.compiling.torch_names import (
+    DEPENDENCIES,
     PARTITIONER,
     PROBE,
     PROBE_OF_AOT,
     RECOMPUTE,
     GraphLowering,
     OrderedSet,
+    Scheduler,
     SchedulerNode,
     StarDep,
     V,
@@ -143,14 +146,17 @@ def trace_joint(
 
 @contextmanager
 def _in_order() -> Iterator[None]:
-    """Keep kernels that write into a buffer before those that read it.
+    """Keep kernels in order that write into a buffer, or draw random numbers.
 
-    torch forgets this order where it computes the loops of a kernel anew, until 2.13
-    for what a scatter writes: gradients of a bilinear interpolation or a max pooling
-    can be computed from zeros (issue 185509 of pytorch, mended after 2.13).
+    torch forgets that a kernel reads what another writes where it computes its loops
+    anew, until 2.13 for what a scatter writes: gradients of a bilinear interpolation or
+    a max pooling can be computed from zeros (issue 185509 of pytorch, mended after
+    2.13). And it orders kernels by the bytes that are alive, also those that draw
+    (issue 192635): with other values saved, each would get other numbers.
     """
     with _ONE_PLANS:
         recompute = getattr(SchedulerNode, RECOMPUTE)
+        depend = getattr(Scheduler, DEPENDENCIES)
 
         def keep_order(node: Any, *args: Any, **how: Any) -> None:
             reads = node.read_writes.reads
@@ -161,7 +167,18 @@ def _in_order() -> Iterator[None]:
             found = node.read_writes.with_read(kept)
             node.set_read_writes(found.rename(node.mutation_renames))
 
-        with mock.patch.object(SchedulerNode, RECOMPUTE, keep_order):
+        def draw_in_order(scheduler: Any) -> None:
+            drawn: list[str] = []
+            for node in scheduler.nodes:
+                if draws(getattr(node.node, "op_overload", None)):
+                    V.graph.additional_buffer_deps[node.get_name()].update(drawn)
+                    drawn += node.get_buffer_names()
+            depend(scheduler)
+
+        with (
+            mock.patch.object(SchedulerNode, RECOMPUTE, keep_order),
+            mock.patch.object(Scheduler, DEPENDENCIES, draw_in_order),
+        ):
             yield
 
 

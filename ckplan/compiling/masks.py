@@ -24,15 +24,6 @@ _TRACED = "ckplan_masks"
 """Where a fake mode keeps the graphs that pack and unpack masks, by their shape."""
 
 
-def may_be_bits(joint: fx.Graph) -> bool:
-    """Whether plans of a joint graph save masks as bits.
-
-    Inductor orders kernels by bytes, also those that draw. Of several, other bytes may
-    so change the order, and then each has other numbers than without a plan.
-    """
-    return sum(map(nodes.is_draw, joint.nodes)) <= 1
-
-
 def is_mask(node: fx.Node) -> bool:
     """Whether a node's value is a tensor of truth values."""
     return nodes.is_tensor(node) and node.meta["val"].dtype == torch.bool

@@ -80,8 +80,13 @@ def is_draw(node: fx.Node) -> bool:
 
     Inductor's own random numbers follow from seeds, and only drawing the seeds counts.
     """
+    return draws(node.target)
+
+
+def draws(op: object) -> bool:
+    """Whether an op takes random numbers from a generator."""
     seeded = torch.Tag.nondeterministic_seeded
-    return isinstance(node.target, OpOverload) and seeded in node.target.tags
+    return isinstance(op, OpOverload) and seeded in op.tags
 
 
 def changed_inputs(graph: fx.Graph) -> frozenset[fx.Node]:

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from ckplan.compiling import nodes
 from ckplan.compiling.handing import before_gradients, bytes_handed, made_once
-from ckplan.compiling.masks import may_be_bits, pack_masks
+from ckplan.compiling.masks import pack_masks
 from ckplan.compiling.sums import compute_apart, sums_that_wait
 from ckplan.compiling.torch_names import (
     IN_FORWARD,
@@ -131,8 +131,7 @@ class Partitioner(CustomPartitionerFn):
         instead = None
         if self.saved is not None:
             parts = divide(joint, inputs, self.saved, how, self.sized)
-            if may_be_bits(kept.graph):
-                pack_masks(parts, how["num_fwd_outputs"])
+            pack_masks(parts, how["num_fwd_outputs"])
         elif self.share is not None:
             parts = frugal_parts(joint, inputs, dict(how), self.share)
         else:

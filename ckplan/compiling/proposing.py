@@ -19,7 +19,7 @@ from ckplan.compiling.graph import CompiledStep, as_graph
 from ckplan.compiling.handing import before_gradients, bytes_handed
 from ckplan.compiling.kernels import Kernels
 from ckplan.compiling.layouts import convolutions_to_save, saving
-from ckplan.compiling.masks import becomes_bits, may_be_bits, saved_bytes
+from ckplan.compiling.masks import becomes_bits, saved_bytes
 from ckplan.compiling.outlines import outlined
 from ckplan.compiling.partition import JointGraph, Saved
 from ckplan.compiling.runs import runs_of
@@ -79,7 +79,7 @@ class Proposer:
         self._step = step
         self._card = card
         self._overheads: dict[Saved, float] = {None: 0.0}
-        self._as_bits = card is None and may_be_bits(joint.module.graph)
+        self._as_bits = card is None  # masks that a plan saves
         self._saved_bytes: dict[Saved, int] = {}
 
     @cached_property

@@ -37,7 +37,13 @@ try:
     from torch._inductor.decomposition import select_decomp_table
     from torch._inductor.exc import CppCompileError, InvalidCxxCompiler
     from torch._inductor.graph import GraphLowering
-    from torch._inductor.scheduler import OrderedSet, SchedulerNode, StarDep, WeakDep
+    from torch._inductor.scheduler import (
+        OrderedSet,
+        Scheduler,
+        SchedulerNode,
+        StarDep,
+        WeakDep,
+    )
     from torch._inductor.virtualized import V
     from torch.fx._lazy_graph_module import _LazyGraphModule, _use_lazy_graph_module
 except (ImportError, OSError) as missing:  # what is amiss is said when it is needed
@@ -46,8 +52,8 @@ except (ImportError, OSError) as missing:  # what is amiss is said when it is ne
     TorchDynamoException = BackendCompilerFailed = FailOnRecompileLimitHit = ()
     InvalidCxxCompiler = CppCompileError = ()
     get_cpp_compiler = compile_fx = compile_fx_inner = functorch_config = None
-    GraphLowering = OrderedSet = SchedulerNode = StarDep = WeakDep = V = None
-    inductor_config = select_decomp_table = None
+    GraphLowering = OrderedSet = Scheduler = SchedulerNode = StarDep = WeakDep = None
+    V = inductor_config = select_decomp_table = None
 else:
     MISSING = None
 
@@ -56,6 +62,7 @@ __all__ = [
     "CHECKS",
     "COMPILED",
     "COMPILES_KERNELS",
+    "DEPENDENCIES",
     "EXAMPLE",
     "EXTERN_KERNELS",
     "FORWARD_OF_BACKWARD",
@@ -80,6 +87,7 @@ __all__ = [
     "OpOverload",
     "OrderedSet",
     "Parts",
+    "Scheduler",
     "SchedulerNode",
     "ShortenTraceback",
     "StarDep",
@@ -134,6 +142,7 @@ QUICK = {"cpp.simdlen": 0}
 quarter of the time of generating code."""
 
 RECOMPUTE = "recompute_size_and_body"  # of a node of Inductor's scheduler
+DEPENDENCIES = "compute_dependencies"  # of Inductor's scheduler
 PARTITIONER = "custom_partitioner_fn"  # option of Inductor
 _UNBOUNDED = 2**40  # what older versions of torch have in place of infinity is larger
 PROBE = {"fx_graph_cache": False, "fx_graph_remote_cache": False}

@@ -225,37 +225,3 @@ def test_a_small_gain_is_not_promised(
         assert proposer._own_seconds == own
         monkeypatch.setattr(proposer, "seconds_in", lambda _, s=seconds: s)
         assert proposer.overhead_in(replace(planner.joint)) == pytest.approx(said)
-
-
-class Branches(nn.Module):
-    """Two branches, each with two draws that Inductor leaves to kernels of torch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.convolution = nn.Conv2d(3, 16, 3, padding=1)
-        self.drop, self.other = nn.Dropout2d(0.2), nn.AlphaDropout(0.1)
-
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        one, other = (
-            self.other(self.drop(self.convolution(part).relu())).relu()
-            for part in (x, y)
-        )
-        return nn.functional.dropout(one - other).square().mean()
-
-
-def test_masks_stay_where_other_bytes_could_change_the_order_of_draws() -> None:
-    torch.manual_seed(0)
-    batch = torch.randn(8, 3, 16, 16), torch.randn(8, 3, 16, 16)
-    (planner,) = parts_of(Workload(Branches(), batch)).planners.values()
-    names = saved_by_torch(planner)
-    divided, _ = planner.traced.lower(names)
-    assert divided is not None
-    saved = nodes.outputs(divided.forward.graph)
-    assert any(one.meta["val"].dtype == torch.bool for one in saved)
-    assert not any(map(num_packed, divided.forward.graph.nodes))
-    own = planner.proposer.candidate(()).saved_bytes
-    assert own == sum(
-        nodes.num_bytes(one)
-        for one in {*map(nodes.base_of, saved[planner.joint.num_outputs :])}
-        if one.op == "call_function"
-    )
