@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -23,9 +24,13 @@ class Child:
     def __init__(self, told: str | None) -> None:
         self.told = told
         self.code: list[str] = []
+        self.env: dict[str, str] = {}
 
-    def __call__(self, words: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+    def __call__(
+        self, words: list[str], env: dict[str, str], **_: Any
+    ) -> subprocess.CompletedProcess[str]:
         self.code.append(words[-1])
+        self.env = env
         if self.told is None:
             raise subprocess.CalledProcessError(1, words)
         return subprocess.CompletedProcess(words, 0, stdout=self.told)
@@ -56,6 +61,8 @@ def test_they_are_measured_in_another_process_on_three_occasions(
     assert prices.mask_seconds() == prices.mask_seconds() == usual
     (code,) = measuring.code
     assert f"main({torch.get_num_threads()})" in code
+    assert measuring.env.items() > os.environ.items()
+    assert measuring.env["MALLOC_MMAP_MAX_"] == "0"  # the C library keeps its memory
     found: list[MaskSeconds] = []
     for told in (f"[3e-09, 2e-09, 2e-09{REST}", f"[2e-09, 2e-09, 1e-09{REST}", TOLD):
         monkeypatch.setattr(prices, "_found", {})  # as in another process

@@ -3,15 +3,15 @@
 On a CPU, Inductor draws one number at a time, writes truth values far slower than their
 bytes say, and reads them slowly, too; bits of them take less. How slowly differs
 between machines, and whether a mask is kept or drawn again depends on it. So seven
-small functions are compiled, and
-run by turns, in a process of their own: the compiler may be at work in this one. The
-first three processes that ask do so; the least that they find counts, since other
-programs make all of it longer.
+small functions are compiled, and run by turns, in a process of their own, which keeps
+its memory: the compiler may be at work in this one. The first three processes that ask
+do so; the least that they find counts, since other programs make all of it longer.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -35,6 +35,9 @@ _ROUNDS, _DROPPED = 15, 2
 _PATIENCE_SECONDS = 300.0
 _OCCASIONS = 3
 _RATE = 0.1  # of dropout
+_KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}
+"""Of glibc: what was freed is used again. Page faults of random numbers before they are
+packed, or of results, take as long as packing does, and differ from run to run."""
 _CODE = """import sys
 sys.path[:] = {path!r}
 from ckplan.tracing.costs.mask_seconds import main
@@ -81,6 +84,7 @@ def _measured_apart(threads: int) -> MaskSeconds | None:
     try:
         ended = subprocess.run(
             [sys.executable, "-c", code],
+            env={**os.environ, **_KEEP_MEMORY},
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
