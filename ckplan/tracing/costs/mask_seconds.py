@@ -19,6 +19,7 @@ from dataclasses import astuple, dataclass, fields
 from functools import partial
 from pathlib import Path
 from statistics import median
+from typing import TypeAlias
 
 import torch
 from torch.nn import functional
@@ -30,11 +31,12 @@ from ckplan.tracing.costs.timing import seconds_of
 
 _CPU = torch.device("cpu")
 _ATEN = torch.ops.aten
-_ROWS, _WIDTH = 1 << 13, 256
+_ROWS, _WIDTH = 1 << 11, 256  # few enough for the caches, as what a layer makes
 _ROUNDS, _DROPPED = 15, 2
 _PATIENCE_SECONDS = 300.0
 _OCCASIONS = 3
-_RATE = 0.1  # of dropout
+_RATE, _EPS = 0.1, 1e-5  # of dropout, and of a norm
+_Tensors: TypeAlias = tuple[torch.Tensor, ...]
 _KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}
 """Of glibc: what was freed is used again. Page faults of random numbers before they are
 packed, or of results, take as long as packing does, and differ from run to run."""
@@ -55,9 +57,9 @@ class MaskSeconds:
     unpack: float  # of one from its bit, in backward
 
 
-ESTIMATED = MaskSeconds(draw=9.5e-9, write=11e-9, read=2e-9, pack=1.5e-9, unpack=1e-9)
+ESTIMATED = MaskSeconds(draw=10e-9, write=12e-9, read=3e-9, pack=4e-9, unpack=5e-9)
 """As measured on an AMD EPYC; taken where nothing can be compiled."""
-KEYS = tuple(f"{one.name} a number in generated code" for one in fields(MaskSeconds))
+KEYS = tuple(f"{one.name} a number in compiled code" for one in fields(MaskSeconds))
 """Names in the cost cache."""
 _found: dict[tuple[Path | None, int], MaskSeconds] = {}
 
@@ -143,28 +145,34 @@ def prices_of(rounds: Sequence[Sequence[float]], scale: float) -> MaskSeconds:
     return MaskSeconds(*(max(seconds, 0.0) * scale for seconds in found))
 
 
-# What layers do about a mask, most of whose values are true: how fast they are read and
-# written depends on that. Backward of a softmax reads the mask in both of its loops.
+# What layers do about a mask in training, most of whose values are true: how fast they
+# are read and written depends on that, and on what else is in the same loop, as no loop
+# that writes truth values is vectorized. So a norm stores what its backward needs, and
+# that of a softmax reads the mask in both of its loops.
 
 
-def _keeping(
-    x: torch.Tensor, y: torch.Tensor, mask: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _keeping(x: torch.Tensor, y: torch.Tensor, mask: torch.Tensor) -> _Tensors:
     dropped, kept = torch.native_dropout(x, _RATE, True)
-    return functional.layer_norm(y + dropped, (_WIDTH,)), kept
+    return *_normed(y + dropped), kept
 
 
-def _packing(x: torch.Tensor, y: torch.Tensor, mask: torch.Tensor) -> object:
-    made, kept = _keeping(x, y, mask)
-    return made, pack_planes(kept)
+def _packing(x: torch.Tensor, y: torch.Tensor, mask: torch.Tensor) -> _Tensors:
+    *made, kept = _keeping(x, y, mask)
+    return *made, pack_planes(kept)
 
 
-def _dropping(x: torch.Tensor, y: torch.Tensor, mask: torch.Tensor) -> object:
-    return functional.layer_norm(y + functional.dropout(x, _RATE), (_WIDTH,))
+def _dropping(x: torch.Tensor, y: torch.Tensor, mask: torch.Tensor) -> _Tensors:
+    return _normed(y + functional.dropout(x, _RATE))
 
 
-def _plain(x: torch.Tensor, y: torch.Tensor, mask: torch.Tensor) -> object:
-    return functional.layer_norm(y + x, (_WIDTH,))
+def _plain(x: torch.Tensor, y: torch.Tensor, mask: torch.Tensor) -> _Tensors:
+    return _normed(y + x)
+
+
+def _normed(x: torch.Tensor) -> _Tensors:
+    """A layer norm with weights, and what its backward reads."""
+    normed, _, inverse = torch.native_layer_norm(x, (_WIDTH,), None, None, _EPS)
+    return normed * x[0] + x[1], normed, inverse / _WIDTH
 
 
 def _reading(x: torch.Tensor, y: torch.Tensor, mask: torch.Tensor) -> object:
