@@ -6,6 +6,7 @@ import hashlib
 import operator
 import re
 from collections.abc import Collection, Iterator, Sequence
+from functools import lru_cache
 
 import torch
 from torch import fx
@@ -26,6 +27,7 @@ _CARD, _CPU = re.compile(r"device\(type='cuda', index=\d+\)"), "device(type='cpu
 _SECONDS_OF = {"tanh": 1e-9} | dict.fromkeys(
     ("exp", "erf", "log", "pow", "sigmoid", "sin", "cos"), 3e-10
 )
+_MOST_KNOWN = 4096  # names and ops of which facts are remembered
 _ATTENTION = "scaled_dot_product"  # torch counts no FLOPs of that of CPUs
 
 
@@ -64,15 +66,25 @@ def num_bytes(node: fx.Node) -> int:
 
 def name_of_op(node: fx.Node) -> str:
     """The aten name, such as ``addmm``."""
-    if isinstance(node.target, OpOverload):
-        return node.target.overloadpacket.__name__
-    return getattr(node.target, "__name__", str(node.target))
+    return _name_of(node.target)
+
+
+@lru_cache(_MOST_KNOWN)
+def _name_of(op: object) -> str:
+    if isinstance(op, OpOverload):
+        return op.overloadpacket.__name__
+    return getattr(op, "__name__", str(op))
 
 
 def is_alone(node: fx.Node) -> bool:
     """Whether the node is a kernel of its own: a contraction, or attention."""
-    packet = getattr(node.target, "overloadpacket", None)
-    return packet in flop_registry or _ATTENTION in name_of_op(node)
+    return _is_contraction(node.target)
+
+
+@lru_cache(_MOST_KNOWN)
+def _is_contraction(op: object) -> bool:
+    packet = getattr(op, "overloadpacket", None)
+    return packet in flop_registry or _ATTENTION in _name_of(op)
 
 
 def is_draw(node: fx.Node) -> bool:
@@ -114,6 +126,7 @@ def modules_around(node: fx.Node) -> Modules:
     return tuple((path, kind.rpartition(".")[2]) for path, kind in found if path)
 
 
+@lru_cache(_MOST_KNOWN)
 def _path(of_dynamo: str) -> str:
     """The FQN of a module, from how Dynamo reaches it."""
     return _LOOKED_UP.sub(r"\1", _LOCAL.sub("", of_dynamo))

@@ -6,6 +6,7 @@ Inductor reuses, so proposals are many, and what counts is a replay: ``search.py
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -44,6 +45,8 @@ _MOST_DOMINATED = 1.1
 factor is left out. Replayed peaks of nearly equal ones may be in another order."""
 _LEAST_GAIN = 0.02
 """Of a step: if a plan is estimated to spare less, that is not promised."""
+_STEPS = 200  # overheads are multiples of half a percent of a step
+_ROUNDING = 1e-6
 _FEWER = 0.99
 """Of the bytes that a plan saves: with more, another is not worth a replay."""
 _MOST_AT_ONCE = 1.25
@@ -143,10 +146,12 @@ class Proposer:
     def overhead_in(self, joint: JointGraph) -> float:
         """Estimated seconds of another division beyond torch's own, as a fraction.
 
-        Estimates are too rough to promise a small gain: then it is 0.
+        Estimates are too rough to promise a small gain: then it is 0. They are rounded
+        up, so that of plans that cost nearly the same, few are replayed.
         """
         more = self.seconds_in(joint) / self._own_seconds - 1
-        return more if more < -_LEAST_GAIN else max(more, 0.0)
+        more = more if more < -_LEAST_GAIN else max(more, 0.0)
+        return math.ceil(more * _STEPS - _ROUNDING) / _STEPS
 
     def seconds_in(self, joint: JointGraph) -> float:
         """Estimated seconds of a division: of all ops of its ``Graph``."""

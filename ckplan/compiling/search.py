@@ -3,8 +3,8 @@
 The simulator proposes: it knows the ops of the joint graph, but not which buffers
 Inductor reuses. The replay of the generated code decides. So the candidates are the
 non-dominated plans of the solver, a fixed list that no budget changes, and a budget
-gets the cheapest candidate whose replayed peak is within it. More budget allows more
-candidates, so it never costs more. All that is found is kept on disk.
+gets the cheapest that is found to fit (``choosing.py``). More budget never costs more.
+All that is found is kept on disk.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from typing import TypeAlias
 
 from ckplan import units
 from ckplan.compiling import plan_cache
+from ckplan.compiling.choosing import cheapest_within
 from ckplan.compiling.graph import CompiledStep, as_graph
 from ckplan.compiling.lowering import DynamoGraph, Lowered
 from ckplan.compiling.partition import JointGraph, Saved
-from ckplan.compiling.plan_cache import Known
 from ckplan.compiling.proposing import Candidate, Proposer
 from ckplan.compiling.refusals import check_same_graph, check_within_budget
 from ckplan.compiling.replay import Replayed, replay
@@ -121,7 +121,7 @@ class CompiledPlanner:
         quick: bool = False,
         path: Path | None = None,
         *,
-        known: Known | None = None,
+        known: plan_cache.Known | None = None,
         unplanned: Replayed | None = None,
     ) -> None:
         """Plan one step.
@@ -145,7 +145,7 @@ class CompiledPlanner:
         self._path = path
         if known is None:
             digest = plan_cache.digest_of(joint)
-            known = Known(digest, None, None, {}, frozenset())
+            known = plan_cache.Known(digest, None, None, {}, frozenset())
         self.digest = known.joint  # equal for joint graphs that have the same plans
         self._fuses_more, self._candidates = known.fuses_more, known.candidates
         real: dict[Saved, Replayed] = {} if unplanned is None else {None: unplanned}
@@ -187,8 +187,8 @@ class CompiledPlanner:
         found = self._first_within(budget_bytes)
         if found is None:
             _ = [*self.each_replayed(self.candidates)]  # the smallest is told
-            if not self.replays.is_real(self.smallest.saved):
-                found = self._first_within(budget_bytes)
+            self.replays.is_real(self.smallest.saved)
+            found = self._first_within(budget_bytes)
         if found is None:
             raise self._nothing_fits(budget_bytes)
         return found
@@ -261,8 +261,7 @@ class CompiledPlanner:
     ) -> Iterator[tuple[Candidate, Replayed]]:
         """Replay candidates in their order, several at a time where that is quicker."""
         for place, one in enumerate(some):
-            if self._progress is not None:
-                self._progress("replaying generated code", place, len(some))
+            self._told_of_replays(place, len(some))
             yield one, self.replays.of_first([other.saved for other in some[place:]])
 
     def _lowered(self, saved: Saved, quick: bool) -> Lowered:
@@ -271,17 +270,18 @@ class CompiledPlanner:
         return lowered
 
     def _first_within(self, budget_bytes: int) -> Chosen | None:
-        left = budget_bytes - self.unplanned.held_bytes
-        some = [one for one in self.candidates if one.saved_bytes <= left]
-        for candidate, found in self.each_replayed(some):
-            if found.peak_bytes <= budget_bytes:
-                return self.chosen(candidate, budget_bytes)
-        return None
+        given = self.candidates, self.replays, budget_bytes, self.unplanned.held_bytes
+        found = cheapest_within(*given, self._told_of_replays)
+        return None if found is None else self.chosen(found, budget_bytes)
+
+    def _told_of_replays(self, done: int, total: int) -> None:
+        if self._progress is not None:
+            self._progress("replaying generated code", done, total)
 
     def _remember(self) -> None:
         """Keep what was found for the next start."""
         if self._path is not None:
-            known = Known(
+            known = plan_cache.Known(
                 self.digest,
                 self._fuses_more,
                 self._candidates,

@@ -365,7 +365,8 @@ def test_the_overhead_is_that_of_the_division_that_is_compiled(
     own = planner.step.graph.step_seconds
     step = as_graph(joint, "m", planner.unplanned.kernel_bytes)
     seconds = step.graph.step_seconds  # too small to get memory anew
-    assert proposer.overhead_of(chosen.saved) == pytest.approx(seconds / own - 1)
+    rounded_up = proposer.overhead_of(chosen.saved) - (seconds / own - 1)
+    assert -1e-5 < rounded_up < 0.005  # a multiple of half a percent
     predicted = chosen.plan.predicted
     assert predicted is not None
     assert predicted.overhead == round(chosen.candidate.overhead, 4)

@@ -72,7 +72,9 @@ def test_scratch_memory_of_convolutions_is_part_of_the_step() -> None:
     (backward,) = (op for op in graph.ops if op.name == "convolution_backward")
     assert backward.workspace.bytes > 0
     simulated = Simulator(graph).run(()).peak_bytes
-    assert simulated == pytest.approx(unplanned.peak_bytes, rel=0.15)
+    # but for the picture, which generated code lays out with channels last
+    near = pytest.approx(unplanned.peak_bytes, rel=0.15, abs=4 * 3 * 16 * 16 * 4)
+    assert simulated == near
 
 
 def test_the_digest_does_not_depend_on_the_order_of_inputs() -> None:

@@ -1,0 +1,94 @@
+"""Which of many candidates a budget gets, with few of them replayed.
+
+A replay takes seconds. Candidates of equal cost are in the order of what they save, the
+most first, so where one fits, those after it mostly do. The last of equal ones tells
+whether they are worth a search, and halving finds the first of them that fits. More
+budget never makes that dearer: what fits still does, and of equal ones the same or
+earlier ones are found.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby, islice
+from typing import TypeAlias
+
+from ckplan.compiling.proposing import Candidate
+from ckplan.compiling.replays import Replays
+
+Fits: TypeAlias = Callable[[Sequence[int]], bool]
+"""Whether the first of some places fits. The others may be asked for next."""
+
+_ASKED_NEXT = 8  # more than are tried at a time
+
+
+def cheapest_within(
+    some: Sequence[Candidate],
+    replays: Replays,
+    budget_bytes: int,
+    held_bytes: int,
+    tell: Callable[[int, int], object],
+) -> Candidate | None:
+    """The cheapest candidate that is found to fit a budget, or that is known to.
+
+    Args:
+        some: All candidates, in their order.
+        replays: Of these, as far as they are known; others are made.
+        budget_bytes: Limit on the replayed peak.
+        held_bytes: Of it, parameters and batch. What saves more than the rest is not
+            replayed.
+        tell: Told the place of a candidate that is replayed, and how many there are.
+    """
+    left = budget_bytes - held_bytes
+
+    def fits(places: Sequence[int]) -> bool:
+        tell(places[0], len(some))
+        wanted = [some[n].saved for n in places if some[n].saved_bytes <= left]
+        if some[places[0]].saved_bytes > left:
+            return False
+        return replays.of_first(wanted).peak_bytes <= budget_bytes
+
+    place = cheapest_that_fits([one.overhead for one in some], fits)
+    found = None if place is None else some[place]
+    for one in some[:place]:
+        known = replays.found.get(one.saved)
+        if known is not None and known.peak_bytes <= budget_bytes:
+            return one
+    return found
+
+
+def cheapest_that_fits(costs: Sequence[float], fits: Fits) -> int | None:
+    """The place of one that fits, of those of least cost that were found to.
+
+    Args:
+        costs: In ascending order; equal ones by what they save, the most first.
+        fits: Tries them.
+    """
+    for _, equal in groupby(range(len(costs)), key=costs.__getitem__):
+        first, *others = equal
+        last = others[-1] if others else first
+        if fits([last, *islice(_halves(first, last), _ASKED_NEXT)]):
+            return _first_that_fits(first, last, fits)
+    return None
+
+
+def _first_that_fits(low: int, high: int, fits: Fits) -> int:
+    """The first of some places that fits, where ``high`` does; found by halving."""
+    while low < high:
+        if fits([*islice(_halves(low, high), _ASKED_NEXT)]):
+            high = (low + high) // 2
+        else:
+            low = (low + high) // 2 + 1
+    return high
+
+
+def _halves(low: int, high: int) -> Iterator[int]:
+    """Middles of places before ``high``, and of the halves left and right of them."""
+    todo = deque([(low, high)])
+    while todo:
+        low, high = todo.popleft()
+        if low < high:
+            middle = (low + high) // 2
+            yield middle
+            todo += [(low, middle), (middle + 1, high)]

@@ -1,0 +1,80 @@
+"""The candidate that a budget gets: few are tried, and more budget is never dearer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckplan.compiling.choosing import cheapest_that_fits
+
+Case = tuple[list[int], list[int]]  # of each candidate, its cost and its peak
+
+
+@st.composite
+def cases(draw: st.DrawFn, even: bool) -> Case:
+    """Candidates in order of cost; where even, equal ones take less one by one."""
+    costs = sorted(draw(st.lists(st.integers(0, 5), min_size=1, max_size=30)))
+    peaks = [draw(st.integers(0, 100)) for _ in costs]
+    if even:
+        order = sorted(zip(costs, peaks, strict=True), key=lambda x: (x[0], -x[1]))
+        peaks = [peak for _, peak in order]
+    return costs, peaks
+
+
+def chosen(case: Case, budget: int) -> tuple[int | None, list[int]]:
+    """The place that a budget gets, and those that were tried."""
+    costs, peaks = case
+    tried: list[int] = []
+
+    def fits(places: Sequence[int]) -> bool:
+        assert len({*places}) == len(places)
+        tried.append(places[0])
+        return peaks[places[0]] <= budget
+
+    return cheapest_that_fits(costs, fits), tried
+
+
+@given(cases(even=True), st.integers(-1, 101))
+def test_where_equal_ones_take_less_one_by_one_it_is_the_first_that_fits(
+    case: Case, budget: int
+) -> None:
+    found, _ = chosen(case, budget)
+    assert found == next((n for n, peak in enumerate(case[1]) if peak <= budget), None)
+
+
+@given(cases(even=False))
+def test_more_budget_is_never_dearer_and_nothing_is_over(case: Case) -> None:
+    before = len(case[0])
+    for budget in range(-1, 102):
+        found, tried = chosen(case, budget)
+        assert len({*tried}) == len(tried)  # each once
+        if found is None:
+            assert before == len(case[0])  # what was found is not lost
+            continue
+        assert case[1][found] <= budget and found in tried
+        assert found <= before
+        before = found
+
+
+@pytest.mark.parametrize("budget, most", [(15, 6), (99, 6), (-1, 1)])
+def test_of_many_equal_ones_few_are_tried(budget: int, most: int) -> None:
+    """Of 32, the last, and five to halve them."""
+    found, tried = chosen(([0] * 32, [*range(99, 3, -3)]), budget)
+    assert len(tried) <= most
+    assert (found is None) == (budget < 6)
+
+
+def test_what_is_asked_next_comes_after_what_is_asked() -> None:
+    asked: list[Sequence[int]] = []
+
+    def fits(places: Sequence[int]) -> bool:
+        asked.append(places)
+        return places[0] >= 5
+
+    assert cheapest_that_fits([0.0] * 8, fits) == 5
+    for before, after in pairwise(asked):
+        assert after[0] in before  # it was made meanwhile, where there are processes
