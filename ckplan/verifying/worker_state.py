@@ -6,7 +6,10 @@ import hashlib
 import pickle
 import random
 import weakref
-from typing import TYPE_CHECKING, TypeAlias
+from contextlib import suppress
+from functools import partial
+from itertools import chain
+from typing import Any, TypeAlias
 
 import numpy
 import torch
@@ -15,9 +18,6 @@ from torch.nn.parameter import is_lazy
 from ckplan.errors import WorkloadError
 from ckplan.training.step import TrainingStep
 from ckplan.training.workload import Workload, first_rows, rows_of, tensors_of
-
-if TYPE_CHECKING:
-    pass
 
 WeakStorages: TypeAlias = list[tuple["weakref.ref[torch.UntypedStorage]", int]]
 """Weak references to storages, and their bytes."""
@@ -96,11 +96,25 @@ def persistent_tensors(step: TrainingStep) -> list[torch.Tensor]:
     """Tensors that live from one step to the next.
 
     Parameters, buffers, tensors that modules hold as plain attributes, the optimizer's
-    state, the batch and the target.
+    state, the batch and the target, and what the functions of the loss hold.
     """
-    modules = [vars(module) for module in step.workload.model.modules()]
+    workload = step.workload
     optimizer = [] if step.optimizer is None else list(step.optimizer.state.values())
-    return tensors_of([modules, optimizer, step.workload.data])
+    held = [*map(_held_by, (workload.model, workload.loss, workload.step))]
+    return tensors_of([held, optimizer, workload.data])
+
+
+def _held_by(function: Any) -> list[Any]:
+    """What a function closes over or was given, and the attributes of modules in it."""
+    found = [function]
+    if isinstance(function, partial):
+        found += [*function.args, *function.keywords.values()]
+        found += _held_by(function.func)
+    for cell in getattr(function, "__closure__", None) or ():
+        with suppress(ValueError):  # it is empty
+            found.append(cell.cell_contents)
+    modules = (one.modules() for one in found if isinstance(one, torch.nn.Module))
+    return [*found, *map(vars, chain.from_iterable(modules))]
 
 
 def random_state_digest(device: torch.device) -> str:

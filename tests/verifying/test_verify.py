@@ -8,6 +8,7 @@ import sys
 import types
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from tempfile import gettempdir
 from types import ModuleType
@@ -689,6 +690,24 @@ def test_the_held_bytes_are_each_storage_once():
     assert weights + norm + others + batch + adam == live_bytes_of(
         persistent_storages(step)
     )
+
+
+def test_what_functions_of_the_loss_hold_is_held():
+    model, noise, target = nn.Linear(4, 4), torch.randn(2, 4), torch.randn(2, 4)
+    weighing = nn.CrossEntropyLoss(weight=torch.rand(4))
+    known = 4 * (16 + 4) + 2 * 4 * 4  # the model, and the batch
+
+    def held_beyond(loss: Any) -> int:
+        step = make_step(Workload(model, torch.randn(2, 4), loss), Training("none"))
+        return live_bytes_of(persistent_storages(step)) - known
+
+    def far_from(one: Any, other: Any, out: Any, batch: Any) -> Any:
+        return weighing(one + out, other)
+
+    assert held_beyond(lambda out, batch: (out - target).square().mean()) == 4 * 8
+    assert held_beyond(weighing) == held_beyond(far_from) == 4 * 4
+    assert held_beyond(partial(far_from, noise, other=target)) == 4 * (4 + 8 + 8)
+    assert held_beyond(partial(torch.sub, alpha=2)) == 0
 
 
 def test_the_peak_is_what_the_step_holds_and_allocates(tmp_path: Path):
