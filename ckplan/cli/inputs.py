@@ -182,7 +182,7 @@ def target_and_wish(
     """
     if len(given) == 1 and not _is_plan(given[0]):
         if budget is None:
-            raise typer.BadParameter("--compile takes a target, and a plan or --budget")
+            raise typer.BadParameter(f"a plan is missing, or --budget: {given[0]} PLAN")
         return given[0], None
     return target_and_plan(given)
 

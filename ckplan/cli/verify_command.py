@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ckplan.cli import inputs
-from ckplan.cli.compiled import check_alone, check_not_compiled, verify_in_compiled
+from ckplan.cli.compiled import check_alone, check_wish, verify_in_compiled
 from ckplan.cli.inputs import (
     check_page_output,
     check_plot_output,
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from ckplan.graph.graph import Graph
     from ckplan.plan.plan import Plan
     from ckplan.training.loading import WorkloadSpec
+    from ckplan.training.remembered import Remembered
     from ckplan.verifying.dry_run import DryRun
     from ckplan.verifying.verify import Verification
 
@@ -78,13 +79,11 @@ def verify(
     ] = False,
     budget: Annotated[
         str | None,
-        typer.Option(
-            metavar="SIZE", help="With --compile: plan for this, on the spot."
-        ),
+        typer.Option(metavar="SIZE", help="Instead of a plan: make one for this."),
     ] = None,
     save: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="With --compile: write the plan here."),
+        typer.Option(metavar="FILE", help="Write the plan that --budget makes here."),
     ] = None,
     trace: Annotated[
         Path | None,
@@ -104,21 +103,24 @@ def verify(
     """Train with a plan and without it, and compare the two."""
     from ckplan.plan import file as plan_file
 
+    target, chosen = inputs.target_and_wish(target_and_plan, budget)
     if compiled:
         others = (cap, spill, trace, plot, report)
         check_alone(others, step.is_plain and not (fake or energy))
-        target, chosen = inputs.target_and_wish(target_and_plan, budget)
-        given = None if chosen is None else plan_file.load(chosen)
-        workload = step.completed(target, source, seed, given)
+    else:
+        check_wish(chosen, budget, save, force)
+    given = None if chosen is None else plan_file.load(chosen)
+    workload = step.completed(target, source, seed, given)
+    if compiled:
         verify_in_compiled(workload, given, budget, device, steps, save, force, as_json)
         return
-    check_not_compiled(budget, save)
-    target, plan = inputs.target_and_plan(target_and_plan)
-    loaded = plan_file.load(plan)
     if plot is not None:
         check_plot_output(plot, force)
-    spec, training, seed = step.completed(target, source, seed, loaded)
-    known = find_trace(trace, trace_of_plan(spec, training, seed, loaded))
+    spec, training, seed = workload
+    loaded, known = _plan_and_trace(workload, given or budget, device, trace)
+    if save is not None:
+        plan_file.save(loaded, save, force=force)
+        print_message(f"wrote {save}")
     _check_wishes(known, calibrate, steps, fake, energy, report, force)
     options: dict[str, Any] = {
         **asdict(training),
@@ -143,11 +145,41 @@ def verify(
     if report is not None and known is not None:
         from ckplan.report.html import save_report
 
-        plans = {plan.stem: loaded}
+        plans = {(chosen or save or Path("plan")).stem: loaded}
         save_report(known, plans, report, seen=found.curves, force=force)
         print_message(f"wrote {report}")
     if error is not None:
         raise error
+
+
+def _plan_and_trace(
+    workload: Remembered,
+    wanted: Plan | str | None,
+    device: str | None,
+    path: Path | None,
+) -> tuple[Plan, Graph | None]:
+    """The plan, or one for a budget, and the trace of the workload, if there is one.
+
+    A budget takes a trace: that of the path, or a new one.
+    """
+    from ckplan.graph import file as trace_file
+    from ckplan.plan.plan import Plan
+    from ckplan.report.progress import ProgressLine
+    from ckplan.solving.solve import solve_plan
+    from ckplan.tracing.profile import profile_workload
+
+    spec, training, seed = workload
+    if isinstance(wanted, Plan):
+        return wanted, find_trace(path, trace_of_plan(spec, training, seed, wanted))
+    # Output of the workload does not belong on stdout.
+    with ProgressLine(sys.stderr) as progress, redirect_stdout(sys.stderr):
+        if path is None:
+            how: Any = {"training": training, "device": device, "seed": seed}
+            graph = profile_workload(spec, **how, progress=progress)
+        else:
+            graph = trace_file.load(path)
+        progress("solving", 0, 0)
+        return solve_plan(graph, wanted), graph
 
 
 def _save_timeline(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from dataclasses import replace
@@ -250,6 +251,25 @@ def test_target_and_plan_in_either_order(
     (folder / "bare").write_text("ckplan: 1\nregions: []\n")
     target, plan = inputs.target_and_plan(given)
     assert (target, str(plan)) == expected
+
+
+def test_a_model_is_verified_within_a_budget_without_a_plan(
+    run: Run, folder: Path
+) -> None:
+    (folder / "deep.py").write_text(DEEP)
+    how = ("--budget", "80%", "--optimizer", "sgd", "--json")
+    done = run("verify", "deep.py", *how, "--steps", "0", "--save", "made.yaml")
+    assert done.code == 0, done.err
+    found, plan = json.loads(done.out), plan_file.load(folder / "made.yaml")
+    assert plan.regions
+    assert plan.predicted is not None
+    assert found["measured_peak_bytes"] == plan.predicted.peak_bytes
+    assert plan.budget_bytes == int(0.8 * found["unplanned_measured_peak_bytes"])
+    dry = run("verify", "made.yaml", "--fake", "--json")  # it remembers the rest
+    assert json.loads(dry.out)["dry_run_peak_bytes"] == plan.predicted.peak_bytes
+    again = run("verify", "deep.py", *how, "--save", "made.yaml")
+    assert "made.yaml" in again.err
+    assert "exists" in again.err
 
 
 def test_too_few_and_too_many_arguments_are_usage_errors(

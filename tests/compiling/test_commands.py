@@ -370,9 +370,10 @@ def test_a_step_that_breaks_is_compared(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("--compile",), "a target, and a plan or --budget"),
+        (("--compile",), "a plan is missing, or --budget"),
         (("--compile", "--budget", "80%", "--clip", "1"), "--compile takes --set"),
-        (("--budget", "80%"), "go with --compile alone"),
+        (("plan.yaml", "--budget", "80%"), "a plan has a budget already"),
+        (("plan.yaml", "--save", "other.yaml"), "--save goes with --budget"),
     ],
 )
 def test_words_that_do_not_go_together(

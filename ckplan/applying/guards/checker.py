@@ -9,10 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
-from weakref import ref
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 from ckplan.applying.guards.guarded_program import (
     CallGuard,
@@ -28,21 +26,20 @@ from ckplan.applying.recording.module_path import ModulePath
 from ckplan.applying.recording.op_keys import OpKey, Saves
 from ckplan.applying.recording.recorder import Recorder, otherwise_saved
 from ckplan.applying.recording.saved_tensors import Dropped, Handle, unpack
-from ckplan.applying.tensors.arguments import are_switched, is_query, moves, version_of
+from ckplan.applying.tensors.arguments import is_query, moves
 from ckplan.applying.tensors.compiled import is_within_compiled, still_uncompiled
+from ckplan.applying.tensors.expected_calls import ExpectedCalls
 from ckplan.applying.tensors.kept import Kept, keep
 from ckplan.applying.tensors.random_state import random_state
 from ckplan.applying.tensors.retained import Retained, retain, retain_copy, tensors_in
 
 
-class GuardChecker(TorchFunctionMode):
+class GuardChecker(ExpectedCalls[CallGuard]):
     """One forward of a region, compared with a guarded program."""
 
     rerecorder: Recorder | None = None  # from the first miss on
     kept = False  # the rest, since it could not be recorded
     _num_begun = 0  # regions inside
-    _num_packed = 0
-    _current: CallGuard | None = None  # the call that runs now
 
     def __init__(
         self,
@@ -61,21 +58,17 @@ class GuardChecker(TorchFunctionMode):
             record: Makes the recorder for the rest of a forward that misses.
             mover: Encodes and moves.
         """
-        super().__init__()
+        super().__init__(expected.calls)
         self.name = name
         self.path = ModulePath(top)
         self.expected = expected
         self._record, self._mover = record, mover
         self._inner: list[tuple[CallGuard | None, str, Saves]] = []  # open ones
         self._num_modes = torch._C._len_torch_dispatch_stack()
-        self._calls = iter(expected.calls)
-        self._next = next(self._calls, None)
         self._packed = expected.packed
         self._held: dict[int, Retained] = {**expected.constants}
-        self._made: list[ref[torch.Tensor]] = []  # tensors that calls returned
-        self._inputs = InputChecker(expected, self._held, self._made)
-        self._met = self._inputs.met
-        self._versions: list[int] = []  # of these, when they were returned
+        self._inputs = InputChecker(expected, self._held, self.made)
+        self.met = self._inputs.met
         self._encoded: dict[int, Form] = {}
         self._states: dict[int, torch.Tensor] = {}
         self._handle = Handle()
@@ -98,7 +91,7 @@ class GuardChecker(TorchFunctionMode):
         if self.recorder is not None:
             self.recorder.begin_inner(top, saves)
         else:
-            self._inner.append((self._next, top, saves))
+            self._inner.append((self.next, top, saves))
             self._num_begun += 1
 
     def end_inner(self) -> set[OpKey] | None:
@@ -122,9 +115,9 @@ class GuardChecker(TorchFunctionMode):
     def close(self) -> None:
         """End the forward; retain only tensors that the program needs."""
         self._close()
-        missing = self._next is not None or self._num_packed < len(self._packed)
+        missing = self.next is not None or self.num_packed < len(self._packed)
         if self.rerecorder is None and missing:
-            self._rerecord_from(self._place(self._next))
+            self._rerecord_from(self._place(self.next))
         if self.rerecorder is not None:
             self.rerecorder.close()
         else:
@@ -151,7 +144,7 @@ class GuardChecker(TorchFunctionMode):
 
     def _forget(self) -> None:
         """Drop references that would form cycles, or keep tensors."""
-        self._next = None
+        self.next = None
         del self._hooks, self._handle  # saved tensors hold this: their hook is _pack
         for tensors in (self._held, self._encoded, self._states):
             tensors.clear()
@@ -169,26 +162,26 @@ class GuardChecker(TorchFunctionMode):
             stop=stop,
             path=self.path,
             inner=inner,
-            made=self._made,
+            made=self.made,
             retained=self._held,
             encoded=self._encoded,
             states=self._states,
-            packed=self._packed[: self._num_packed],
+            packed=self._packed[: self.num_packed],
             handle=self._handle,
         )
         resume(rerecorder, begun)
         for tensors in (self._held, self._encoded, self._states):
             tensors.clear()
-        self._next = None
+        self.next = None
         return rerecorder
 
     def _miss_before_call(self) -> None:
         """Handle a miss before the call's ops ran: record from here on."""
-        call = self._next
-        as_expected = self._num_packed == self._packed_before(call)
+        call = self.next
+        as_expected = self.num_packed == self._packed_before(call)
         alone = torch._C._len_torch_dispatch_stack() == self._num_modes
         alone &= not is_within_compiled()
-        alone &= call is None or not call.finds_written(self._made, self._versions)
+        alone &= call is None or not call.finds_written(self.made, self.versions)
         moved = any(moves(other.func) for other in self.expected.calls)
         rerecorder = self._rerecord_from(self._place(call))
         if as_expected and alone and not moved:
@@ -202,7 +195,7 @@ class GuardChecker(TorchFunctionMode):
         Raises:
             ApplyError: A tensor that the call saved is already dropped.
         """
-        saved = self._packed[self._packed_before(call) : self._num_packed]
+        saved = self._packed[self._packed_before(call) : self.num_packed]
         if call is not None and any(one.ref is not None for one in saved):
             raise otherwise_saved(self.name)
         self._keep_rest(stop)
@@ -211,70 +204,47 @@ class GuardChecker(TorchFunctionMode):
         """How many tensors were saved before a call, or in all."""
         return len(self._packed) if call is None else call.packed_before
 
-    def __torch_function__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        call = self._next
-        if call is None or (call.func is not func and call.func != func):
-            return self._other(func, types, args, kwargs)
-        if not (
-            self._num_packed == call.packed_before
-            and _is_grad_enabled() is call.grad_mode
-            and _get_default_dtype() is call.default_dtype
-            and call.matches(
-                args, kwargs, self._made, self._versions, self._met, self._inputs
-            )
-            and (
-                not _is_autocast_enabled()
-                if call.simple
-                else are_switched(call.switches, func)
-            )
-            and (call.is_plain or call.place is None or self._is_at(call.place))
-        ):
+    def meet(self, number: int, tensor: torch.Tensor) -> bool:
+        """Whether the next tensor from outside passes its guard."""
+        return self._inputs.meet(number, tensor)
+
+    def other(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        """Handle a call that is not the next one, as it was recorded."""
+        if self.rerecorder is None:
+            if is_query(func):
+                return func(*args, **kwargs)
             self._miss_before_call()
-            return self._other(func, types, args, kwargs)
-        if not call.is_plain:
-            self._retain_before(call)
-        self._current = call
-        try:
-            out = func(*args, **kwargs) if kwargs else func(*args)
-        except BaseException:
-            self._current = None
-            self._keep_rest(call.stop)
-            raise
-        self._current = None
-        if self.rerecorder is not None:
-            return out
-        same = self._num_packed == call.packed_after
-        if same and call.returns_new and type(out) is _Tensor:
-            self._made.append(ref(out))
-            self._versions.append(version_of(out))
-        elif not (same and call.number(out, self._made, self._versions, self._met)):
-            self._miss_after_call(call, call.start)
-            return out
-        self._next = next(self._calls, None)
-        if not call.is_plain:
-            self._take(call, tensors_in(out))
-        return out
+        assert self.rerecorder is not None
+        return self.rerecorder.log.__torch_function__(func, types, args, kwargs)
+
+    def begin(self, call: CallGuard) -> bool:
+        """Whether a call is at its place; what it will change is retained."""
+        if call.place is not None and not self._is_at(call.place):
+            return False
+        self._retain_before(call)
+        return True
+
+    def fail(self, call: CallGuard) -> None:
+        """Keep the rest after a call that raised an error."""
+        self._keep_rest(call.stop)
+
+    def number(self, call: CallGuard, out: Any) -> bool:
+        """Number what a call returned and saved, if it is as recorded."""
+        same = self.num_packed == call.packed_after
+        if same and call.number(out, self.made, self.versions, self.met):
+            return True
+        self._miss_after_call(call, call.start)
+        return False
+
+    def end(self, call: CallGuard, out: Any) -> None:
+        """Retain of what a call returned what the program needs."""
+        self._take(call, tensors_in(out))
 
     def _keep_rest(self, stop: int) -> None:
         """Keep what the rest of the forward saves, from a step on."""
         if self.rerecorder is None:
             self._rerecord_from(stop)
             self.kept = True
-
-    def _other(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-        """Handle a call that is not the next one."""
-        if self.rerecorder is not None:
-            return self.rerecorder.log.__torch_function__(func, types, args, kwargs)
-        if not is_query(func):
-            self._miss_before_call()
-            return self._other(func, types, args, kwargs)
-        return func(*args, **kwargs or {})
 
     def _retain_before(self, call: CallGuard) -> None:
         """Retain random states and statistics that the call will change."""
@@ -310,10 +280,10 @@ class GuardChecker(TorchFunctionMode):
         """Keep or drop what autograd saves."""
         if self.rerecorder is not None:
             return self._pack_rest(tensor)
-        call = self._current
+        call = self.current
         if call is None:  # custom functions pack outside of any call
             with torch._C.DisableTorchFunction():
-                expected = self._packed_before(self._next)
+                expected = self._packed_before(self.next)
                 return self._pack_next(tensor, None, expected)
         return self._pack_next(tensor, call, call.packed_after)
 
@@ -327,12 +297,12 @@ class GuardChecker(TorchFunctionMode):
         self, tensor: torch.Tensor, call: CallGuard | None, expected: int
     ) -> Kept | Dropped:
         """Pack a tensor as the recorded forward did, by its number."""
-        number = self._num_packed
+        number = self.num_packed
         size, _, dropped, _ = self._packed[number] if number < expected else _NOTHING
         if size != tensor.shape:
-            self._miss_after_call(call, self._place(call or self._next))
+            self._miss_after_call(call, self._place(call or self.next))
             return keep(tensor, self.name)
-        self._num_packed = number + 1
+        self.num_packed = number + 1
         captures = self.expected.captures
         if captures and number in captures:
             self._capture(captures[number], tensor)
@@ -342,7 +312,3 @@ class GuardChecker(TorchFunctionMode):
 
 
 _NOTHING = (None, -1, None, 0)  # is packed here
-_Tensor = torch.Tensor  # saves looking up
-_is_grad_enabled = torch.is_grad_enabled
-_is_autocast_enabled = torch._C._is_any_autocast_enabled
-_get_default_dtype = torch.get_default_dtype

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 from weakref import ref
@@ -12,8 +12,8 @@ import torch
 from ckplan.applying.rebuilding.schedule import Packed, Schedule
 from ckplan.applying.rebuilding.step import Step
 from ckplan.applying.tensors.arguments import version_of
+from ckplan.applying.tensors.expected_calls import ExpectedCall
 from ckplan.applying.tensors.geometry import Geometry, GeometryCheck
-from ckplan.applying.tensors.matchers import Matcher
 from ckplan.applying.tensors.retained import Place, Retained, tensors_in
 from ckplan.applying.tensors.sharing import Shared, exactly
 from ckplan.simulating.program import Flow, NestedRegion
@@ -49,29 +49,18 @@ class CallSite(NamedTuple):
     num_open: int  # nested regions still open
 
 
-@dataclass(frozen=True, slots=True)
-class CallGuard:
-    """One call of a torch function."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallGuard(ExpectedCall):
+    """One call of a torch function; plain: at no place, and nothing is retained."""
 
     place: CallSite | None  # of its first op; None if it ran none, or all have the same
-    func: Callable[..., Any]
-    matches: Matcher  # checks the arguments
-    grad_mode: bool
-    default_dtype: torch.dtype
     writes: Mapping[int, int]  # to tensors that it takes, since a call returned them
-    simple: bool  # without autocast; other switches do not count
-    switches: tuple[Any, ...]
-    returned: tuple[int, ...]  # numbers of the tensors that it returned
-    returns_new: bool  # one tensor, which no call had returned or taken before
-    is_plain: bool  # at no place of its own, and nothing of it is retained
     random_steps: tuple[int, ...]  # its first random steps
     statistics: tuple[int, ...]  # running statistics that its norm reads; copied
     captures: tuple[Capture, ...]
     returned_constants: tuple[
         tuple[int, TensorGuard], ...
     ]  # constants that it returned, by their place
-    packed_before: int  # how many tensors autograd had saved
-    packed_after: int
     start: int  # its first step
     stop: int  # the step after its last one
 
@@ -106,8 +95,8 @@ class CallGuard:
             met: The tensors from outside that were met before.
         """
         returned, num_made = tensors_in(out), len(made)
-        same = len(returned) == len(self.returned)
-        for number, tensor in zip(self.returned, returned, strict=False):
+        same = len(returned) == len(self.numbers)
+        for number, tensor in zip(self.numbers, returned, strict=False):
             if number == len(made):
                 made.append(ref(tensor))
                 versions.append(version_of(tensor))

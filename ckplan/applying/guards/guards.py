@@ -101,7 +101,7 @@ def make_guards(seen: Recorder) -> GuardedProgram | None:
             writes=call.writes,
             simple=call.switches[2:] == (False, False),
             switches=call.switches,
-            returned=tuple(call.numbers),
+            numbers=tuple(call.numbers),
             returns_new=call.returns_new,
             is_plain=not (moves and start < stop) and number not in retained,
             random_steps=tuple(random_steps.get(number, ())),

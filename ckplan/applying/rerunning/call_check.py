@@ -13,23 +13,22 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 from ckplan.applying.rebuilding.digest import holds_same
 from ckplan.applying.tensors.arguments import (
     Slots,
-    are_switched,
     is_query,
     switches,
     version_of,
 )
+from ckplan.applying.tensors.expected_calls import ExpectedCall, ExpectedCalls
 from ckplan.applying.tensors.geometry import (
     Geometry,
     GeometryCheck,
     UnknownArgumentError,
     geometry_of,
 )
-from ckplan.applying.tensors.matchers import Matcher, Matchers
+from ckplan.applying.tensors.matchers import Matchers
 from ckplan.applying.tensors.random_state import random_state
 from ckplan.applying.tensors.retained import tensors_in
 from ckplan.applying.tensors.sharing import Shared, exactly
@@ -50,18 +49,10 @@ class DifferentError(RuntimeError):
     """Stops a second run that differs; its region raises the error at the end."""
 
 
-@dataclass(frozen=True, slots=True)
-class KnownCall:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KnownCall(ExpectedCall):
     """A call of a torch function in a learned forward."""
 
-    func: Any
-    matches: Matcher
-    grad_mode: bool
-    default_dtype: torch.dtype
-    simple: bool  # without autocast; other switches do not count
-    switches: tuple[Any, ...]
-    numbers: tuple[int, ...]  # of the tensors that it returned
-    returns_new: bool  # one tensor, which no call had returned or taken before
     num_met: int  # tensors from outside that were met before
     num_digests: int  # of the calls and tensors before
 
@@ -95,7 +86,7 @@ class _Learned(NamedTuple):
     is_tensor: bool  # what it returned
 
 
-class CallCheck(TorchFunctionMode):
+class CallCheck(ExpectedCalls[KnownCall]):
     """The calls of one run."""
 
     def __init__(
@@ -111,58 +102,28 @@ class CallCheck(TorchFunctionMode):
             expected: The first run, for the second.
             put_back: The ids of restored tensors.
         """
-        super().__init__()
+        known = memory.known if expected is None else expected.known
+        super().__init__(() if known is None else known.calls)
         self.generators: list[tuple[torch.Generator, torch.Tensor]] = []
         self.different = ""  # the first call that differs
         self.stopped = False
-        first = memory.known if expected is None else expected.known
-        self.known: KnownCalls | None = first
-        self.digests: Sequence[int] = [] if first is None else first.digests
-        self.met: list[weakref.ref[torch.Tensor]] = []  # from outside
-        self.versions: list[int] = []  # of these
+        self.known: KnownCalls | None = known
+        self.digests: Sequence[int] = [] if known is None else known.digests
+        self.met_versions: list[int] = []  # of the tensors from outside
         self.memory = memory
         self._expected = expected
         self._put_back = put_back
-        self._made: list[weakref.ref[torch.Tensor]] = []
-        self._calls = iter(() if first is None else first.calls)
-        self._next = next(self._calls, None)
-        self._slots: Slots | None = None if first else Slots(self._meet_hashed)
-        learns = expected is None and first is None
+        self._slots: Slots | None = None if known else Slots(self._meet_hashed)
+        learns = expected is None and known is None
         self._learned: list[_Learned] | None = (
             [] if learns and memory.misses < _MOST_MISSES else None
         )
         self._outside: list[Geometry] = []  # of tensors met, while it learns
 
-    def __torch_function__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def other(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        """Handle a call that is not the one that was learned."""
         if self.stopped:
             raise StopRerunError
-        call = self._next
-        if (
-            call is not None
-            and (call.func is func or call.func == func)
-            and _is_grad_enabled() is call.grad_mode
-            and _get_default_dtype() is call.default_dtype
-            and call.matches(args, kwargs, self._made, (), self.met, self)
-            and (
-                not _is_autocast_enabled()
-                if call.simple
-                else are_switched(call.switches, func)
-            )
-        ):
-            out = func(*args, **kwargs) if kwargs else func(*args)
-            if call.returns_new and type(out) is _Tensor:
-                self._made.append(weakref.ref(out))
-            else:
-                self._number(call, out)
-            self._next = next(self._calls, None)
-            return out
-        kwargs = kwargs or {}
         if is_query(func) or func in _NOT_FOLLOWED:
             return func(*args, **kwargs)
         if self.known is not None:
@@ -171,25 +132,27 @@ class CallCheck(TorchFunctionMode):
 
     def stop(self) -> StopRerunError:
         """Make the exception that ends the run; every later call raises it again."""
-        self.stopped = True
+        self.stopped, self.next = True, None
         return StopRerunError()
 
     def close(self) -> None:
         """End the run; keep only digests."""
-        if self._next is not None and self._expected is None:  # it ended early
+        if self.next is not None and self._expected is None:  # it ended early
             self._leave_known()
         if self._learned is not None:
             self.memory.known = self._learn(self._learned)
         self._learned, self._expected = None, None
         if self._slots is not None:
             self._slots.close()
-        self._made.clear()
+        self.made.clear()
 
-    def _number(self, call: KnownCall, out: Any) -> None:
+    def number(self, call: KnownCall, out: Any) -> bool:
         """Number the tensors that a known call returned."""
         for number, tensor in zip(call.numbers, tensors_in(out), strict=False):
-            if number == len(self._made):
-                self._made.append(weakref.ref(tensor))
+            if number == len(self.made):
+                self.made.append(weakref.ref(tensor))
+                self.versions.append(version_of(tensor))
+        return True
 
     def meet(self, number: int, tensor: torch.Tensor) -> bool:
         """Whether a tensor from outside is as it was learned."""
@@ -198,7 +161,7 @@ class CallCheck(TorchFunctionMode):
             return False
         if self._expected is None:
             self.met.append(weakref.ref(tensor))
-            self.versions.append(version_of(tensor))
+            self.met_versions.append(version_of(tensor))
             return True
         self._meet(tensor)
         if self.different:
@@ -209,19 +172,19 @@ class CallCheck(TorchFunctionMode):
         """Note a tensor from outside, and check that its values are the same."""
         place, version, expected = len(self.met), version_of(tensor), self._expected
         self.met.append(weakref.ref(tensor))
-        self.versions.append(version)
+        self.met_versions.append(version)
         if expected is None or self.different or id(tensor) in self._put_back:
             return
         first = expected.met[place]() if place < len(expected.met) else None
         if first is None:
             return
         if first is tensor:
-            if expected.versions[place] != version:
+            if expected.met_versions[place] != version:
                 self.different = (
                     f"it reads a {_shown(tensor)} that was changed in place"
                 )
         elif (
-            expected.versions[place] == version_of(first)
+            expected.met_versions[place] == version_of(first)
             and first.shape == tensor.shape  # others are told by their geometry
             and not holds_same(first, tensor)
         ):
@@ -230,14 +193,14 @@ class CallCheck(TorchFunctionMode):
     def _leave_known(self) -> None:
         """Go on with hashes: the next call is not the one that was learned."""
         assert self.known is not None
-        call = self._next
+        call = self.next
         if call is not None:
             self.digests = self.known.digests[: call.num_digests]
-            del self.met[call.num_met :], self.versions[call.num_met :]
+            del self.met[call.num_met :], self.met_versions[call.num_met :]
         self.digests = [*self.digests]
         self._slots = Slots(self._meet_hashed)
-        self._slots.resume(self._made, self.met)
-        self.known = self._next = None
+        self._slots.resume(self.made, self.met)
+        self.known = self.next = None
         if self._expected is None:
             self.memory.known = None
             self.memory.misses += 1
@@ -314,18 +277,19 @@ class CallCheck(TorchFunctionMode):
         for one in learned:
             is_new = one.is_tensor and one.numbers == [num_made]
             num_made = max([num_made, *(number + 1 for number in one.numbers)])
+            grad_mode, default_dtype, *casts = one.switches
             calls.append(
                 KnownCall(
-                    one.func,
-                    matchers.make(one.arguments),
-                    one.switches[0],
-                    one.switches[1],
-                    one.switches[2:] == (False, False),
-                    one.switches,
-                    tuple(one.numbers),
-                    is_new,
-                    one.num_met,
-                    one.num_digests,
+                    func=one.func,
+                    matches=matchers.make(one.arguments),
+                    grad_mode=grad_mode,
+                    default_dtype=default_dtype,
+                    simple=casts == [False, False],
+                    switches=one.switches,
+                    numbers=tuple(one.numbers),
+                    returns_new=is_new,
+                    num_met=one.num_met,
+                    num_digests=one.num_digests,
                 )
             )
         outside = tuple(map(GeometryCheck.of, self._outside))
@@ -338,9 +302,3 @@ _KNOWN: Shared[KnownCalls] = Shared()  # of modules that are alike
 
 def _shown(tensor: torch.Tensor) -> str:
     return f"tensor of shape {tuple(tensor.shape)}"
-
-
-_Tensor = torch.Tensor  # saves looking up
-_is_grad_enabled = torch.is_grad_enabled
-_is_autocast_enabled = torch._C._is_any_autocast_enabled
-_get_default_dtype = torch.get_default_dtype
