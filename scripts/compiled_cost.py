@@ -3,17 +3,20 @@
 The step of every workload, forward, loss and backward, with dropout in GPT-2 and BERT,
 is compiled by torch alone and with plans that free shares of the activations that
 torch's own division keeps for backward. All are compiled in one process, for one model,
-and take steps by turns, every second turn in reverse; the first turns are dropped. The
-process keeps its memory: otherwise each step gets some of it anew from the system, and
-how much is a matter of what was freed before. "Faults" are pages that a step got
-nevertheless, with the plan and without, in the median. An overhead is the median over
-turns of the ratio to the step without a plan of the same turn, less one. Peaks are
-measured in a step before, with the parameters, buffers and batch that it uses, bits
-compared in the first: each value's with those of several steps without a plan, which
-two threads make different. Where no plan frees the share, the smallest plan has the
-row. Predicted overheads are those of the plan files. The most that is asked is of the
-measured ones. "Least" is what contractions and attention take that any division runs
-again in backward if it saves no more than the budget leaves beside parameters and
+and take steps by turns, every second turn in reverse; the first turns are dropped.
+Several processes do so, one after the other, as the same code was up to a tenth faster
+or slower, against the step without a plan, in one process than in another: "in each"
+has the median of each, and all turns count together. Rows of one median or none are of
+one process. A process keeps its memory: otherwise each step gets some of it anew from
+the system, and how much is a matter of what was freed before. "Faults" are pages that a
+step got nevertheless, with the plan and without, in the median. An overhead is the
+median over turns of the ratio to the step without a plan of the same turn, less one.
+Peaks are measured in a step before, with the parameters, buffers and batch that it
+uses, bits compared in the first: each value's with those of several steps without a
+plan, which two threads make different. Where no plan frees the share, the smallest plan
+has the row. Predicted overheads are those of the plan files. The most that is asked is
+of the measured ones. "Least" is what contractions and attention take that any division
+runs again in backward if it saves no more than the budget leaves beside parameters and
 batch: a minimum cut of the joint graph at their measured seconds
 (`ckplan/compiling/cuts.py`), less what masks gain as bits. All else is fused, counts as
 free there, and can be a gain.
@@ -30,10 +33,13 @@ bits, costs more than asked, or more than 2 points more or less than predicted.
 from __future__ import annotations
 
 import argparse
+import json
 import resource
 import statistics
+import subprocess
+import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -69,10 +75,11 @@ ASKED = {"gpt2": {0.5: 0.01, 0.7: 0.04, 0.8: 0.09}}
 ASKED_OF_OTHERS = {0.5: 0.02, 0.7: 0.06}
 NEAR = 0.02  # of the predicted overhead
 DROPPED = 2  # first turns
+EXACT = ("budget_bytes", "replayed", "measured", "unplanned", "predicted")
 HEADERS = (
     *("workload", "freed", "threads", "budget", "replayed", "measured", "bits equal"),
-    *("step", "faults", "predicted", "overhead", "quartiles", "least", "asked"),
-    "date",
+    *("step", "faults", "predicted", "overhead", "quartiles", "in each", "least"),
+    *("asked", "date"),
 )
 
 
@@ -171,6 +178,35 @@ def measured(name: str, threads: tuple[int, ...], rounds: int) -> list[dict[str,
     return rows
 
 
+def measured_apart(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """The rows of several processes, each with all turns."""
+    how = ["--rounds", str(args.rounds), "--threads", *map(str, args.threads)]
+    command = [sys.executable, __file__, "--only", name, *how, "--alone"]
+    found = []
+    for number in range(args.processes):
+        say(f"{name}: process {number + 1} of {args.processes}")
+        ended = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True)
+        found.append(json.loads(ended.stdout.splitlines()[-1]))
+    return [together(rows) for rows in zip(*found, strict=True)]
+
+
+def together(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The row of one plan, of those of several processes.
+
+    The first has planned; the others find that in the cache.
+    """
+    first = rows[0]
+    differ = [key for key in EXACT if any(row[key] != first[key] for row in rows)]
+    assert not differ, f"processes have other plans: {differ}"
+    return {
+        **first,
+        "equal": all(row["equal"] for row in rows),
+        "step_seconds": statistics.median(row["step_seconds"] for row in rows),
+        "ratios": [ratio for row in rows for ratio in row["ratios"]],
+        "in_each": [statistics.median(row["ratios"]) for row in rows],
+    }
+
+
 def _faults() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
@@ -191,8 +227,6 @@ def _built(name: str) -> Any:
 
 
 def _progress() -> Any:
-    import sys
-
     from ckplan.report.progress import ProgressLine
 
     return ProgressLine(sys.stderr)
@@ -250,6 +284,7 @@ def cells(row: dict[str, Any]) -> list[str]:
         format_overhead(row["predicted"]),
         format_overhead(overhead_of(row)),
         f"{format_overhead(low - 1)} to {format_overhead(high - 1)}",
+        " / ".join(format_overhead(one - 1) for one in row.get("in_each", ())),
         format_overhead(row["least"]),
         format_overhead(asked_of(row)),
         row["date"],
@@ -280,7 +315,10 @@ def main() -> int:
     args = _arguments()
     keep_memory()
     for name in chosen(SETTINGS, args.only):
-        found = measured(name, tuple(args.threads), args.rounds)
+        if args.alone:
+            print(json.dumps(measured(name, tuple(args.threads), args.rounds)))
+            return 0
+        found = measured_apart(name, args)
         keep("compiled_cost", found, ("workload", "wanted", "threads"))
     order = [*SETTINGS]
     rows = kept_rows(
@@ -311,8 +349,18 @@ def _arguments() -> argparse.Namespace:
         "--rounds",
         metavar="N",
         type=int,
-        default=12,
-        help=f"turns of each, after {DROPPED} more  [default: 12]",
+        default=5,
+        help=f"turns of each, after {DROPPED} more  [default: 5]",
+    )
+    parser.add_argument(
+        "--processes",
+        metavar="N",
+        type=int,
+        default=3,
+        help="how many take these turns  [default: 3]",
+    )
+    parser.add_argument(
+        "--alone", action="store_true", help="be one of these: print its rows as JSON"
     )
     return parser.parse_args()
 
