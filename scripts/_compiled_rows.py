@@ -76,14 +76,14 @@ def keep(name: str, rows: Iterable[Row], same: tuple[str, ...]) -> None:
     Args:
         name: Of the program's page.
         rows: What was measured.
-        same: Keys; earlier rows with the same values there are replaced.
+        same: Keys; earlier rows with the same values there, or none, are replaced.
     """
     new = [{"date": date.today().isoformat(), **row} for row in rows]
-    replaced = {tuple(row[key] for key in same) for row in new}
+    replaced = {tuple(row.get(key) for key in same) for row in new}
     rest = [
         row
         for row in kept_rows(name, order=lambda _: 0)
-        if tuple(row[key] for key in same) not in replaced
+        if tuple(row.get(key) for key in same) not in replaced
     ]
     text = "".join(json.dumps(row) + "\n" for row in [*rest, *new])
     files.write_text(results_path(name, ".jsonl"), text, force=True)

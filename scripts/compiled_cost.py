@@ -4,19 +4,19 @@ The step of every workload, forward, loss and backward, with dropout in GPT-2 an
 is compiled by torch alone and with plans that free shares of the activations that
 torch's own division keeps for backward. All are compiled in one process, for one model,
 and take steps by turns, every second turn in reverse; the first turns are dropped.
-Several processes do so, one after the other, as the same code was up to a tenth faster
-or slower, against the step without a plan, in one process than in another: "in each"
-has the median of each, and all turns count together. Rows of one median or none are of
-one process. A process keeps its memory: otherwise each step gets some of it anew from
-the system, and how much is a matter of what was freed before. "Faults" are pages that a
-step got nevertheless, with the plan and without, in the median. An overhead is the
-median over turns of the ratio to the step without a plan of the same turn, less one.
-Peaks are measured in a step before, with the parameters, buffers and batch that it
-uses, bits compared in the first: each value's with those of several steps without a
-plan, which two threads make different. Where no plan frees the share, the smallest plan
-has the row. Predicted overheads are those of the plan files. The most that is asked is
-of the measured ones. "Least" is what contractions and attention take that any division
-runs again in backward if it saves no more than the budget leaves beside parameters and
+Several processes do so, one after the other, since their medians were found up to a
+tenth apart: "in each" has these, and all turns count together. Rows without them are of
+one process; "CPU" has the vectors that torch found there, in rows from then on. A
+process keeps its memory: otherwise each step gets some of it anew from the system, and
+how much is a matter of what was freed before. "Faults" are pages that a step got
+nevertheless, with the plan and without, in the median. An overhead is the median over
+turns of the ratio to the step without a plan of the same turn, less one. Peaks are
+measured in a step before, with the parameters, buffers and batch that it uses, bits
+compared in the first: each value's with those of several steps without a plan, which
+two threads make different. Where no plan frees the share, the smallest plan has the
+row. Predicted overheads are those of the plan files. The most that is asked is of the
+measured ones. "Least" is what contractions and attention take that any division runs
+again in backward if it saves no more than the budget leaves beside parameters and
 batch: a minimum cut of the joint graph at their measured seconds
 (`ckplan/compiling/cuts.py`), less what masks gain as bits. All else is fused, counts as
 free there, and can be a gain.
@@ -77,7 +77,8 @@ NEAR = 0.02  # of the predicted overhead
 DROPPED = 2  # first turns
 EXACT = ("budget_bytes", "replayed", "measured", "unplanned", "predicted")
 HEADERS = (
-    *("workload", "freed", "threads", "budget", "replayed", "measured", "bits equal"),
+    *("workload", "CPU", "freed", "threads", "budget", "replayed", "measured"),
+    "bits equal",
     *("step", "faults", "predicted", "overhead", "quartiles", "in each", "least"),
     *("asked", "date"),
 )
@@ -160,6 +161,7 @@ def measured(name: str, threads: tuple[int, ...], rounds: int) -> list[dict[str,
                     "wanted": share,
                     "freed": freed,
                     "threads": count,
+                    "cpu": torch.backends.cpu.get_cpu_capability(),
                     "budget_bytes": plan.budget_bytes,
                     "replayed": plan.predicted.peak_bytes,
                     "measured": one.peak_bytes,
@@ -275,6 +277,7 @@ def cells(row: dict[str, Any]) -> list[str]:
     low, _, high = statistics.quantiles(row["ratios"], n=4, method="inclusive")
     return [
         f"{row['workload']} ({', '.join(SETTINGS[row['workload']]) or 'as it is'})",
+        row.get("cpu", ""),
         f"{row['freed']:.0%}" + (" (floor)" if row["freed"] < row["wanted"] else ""),
         str(row["threads"]),
         *(format_bytes(row[key]) for key in ("budget_bytes", "replayed", "measured")),
@@ -293,7 +296,8 @@ def cells(row: dict[str, Any]) -> list[str]:
 
 def broken(row: dict[str, Any]) -> Iterator[str]:
     """What of the promise does not hold."""
-    where = f"{row['workload']}, {row['freed']:.0%}, {row['threads']} threads"
+    cpu = f", {row['cpu']}" if "cpu" in row else ""
+    where = f"{row['workload']}, {row['freed']:.0%}, {row['threads']} threads{cpu}"
     cost = overhead_of(row)
     if row["measured"] > row["budget_bytes"] or row["measured"] != row["replayed"]:
         yield f"{where}: {row['measured']} B, replayed {row['replayed']} B"
@@ -314,22 +318,27 @@ def main() -> int:
     """Measure the workloads asked for."""
     args = _arguments()
     keep_memory()
-    for name in chosen(SETTINGS, args.only):
+    for name in [] if args.page else chosen(SETTINGS, args.only):
         if args.alone:
             print(json.dumps(measured(name, tuple(args.threads), args.rounds)))
             return 0
         found = measured_apart(name, args)
-        keep("compiled_cost", found, ("workload", "wanted", "threads"))
+        keep("compiled_cost", found, ("workload", "wanted", "threads", "cpu"))
     order = [*SETTINGS]
     rows = kept_rows(
         "compiled_cost",
-        lambda row: (order.index(row["workload"]), row["threads"], row["wanted"]),
+        lambda row: (
+            order.index(row["workload"]),
+            row["threads"],
+            row["wanted"],
+            row.get("cpu", ""),
+        ),
     )
     report = Report(
         name="compiled_cost",
         title="What plans inside torch.compile cost",
         doc=(__doc__ or "").partition("\n\nRows are")[0],
-        parts=[make_table(HEADERS, map(cells, rows), texts=2)],
+        parts=[make_table(HEADERS, map(cells, rows), texts=3)],
         broken=[line for row in rows for line in broken(row)],
     )
     return finish(report, args, whole=True)
@@ -358,6 +367,9 @@ def _arguments() -> argparse.Namespace:
         type=int,
         default=3,
         help="how many take these turns  [default: 3]",
+    )
+    parser.add_argument(
+        "--page", action="store_true", help="measure nothing, write the page anew"
     )
     parser.add_argument(
         "--alone", action="store_true", help="be one of these: print its rows as JSON"
