@@ -250,6 +250,15 @@ def said(logits: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(logits.flatten(0, 1).float(), words.flatten())
 
 
+WIDE = 2048  # a product on a T4 takes longer than to move what it makes
+
+
+def wide() -> nn.Sequential:
+    return nn.Sequential(
+        *(nn.Sequential(nn.Linear(WIDE, WIDE), nn.GELU()) for _ in range(4))
+    )
+
+
 WAY = Way(optimizer="sgd:single")
 SPEECH: dict[str, Any] = {**HOW, "loss_fn": said}
 
@@ -262,7 +271,7 @@ SPOKEN = torch.arange(8 * 16).reshape(8, 16)
     ("lever", "made", "given", "how"),
     [
         ("tiles", Speaker, (SPOKEN, SPOKEN), SPEECH),
-        ("offload", model, tuple(batch(4096).values()), HOW),
+        ("offload", wide, (torch.zeros(1024, WIDE),) * 2, {**HOW, "gpu": "T4"}),
     ],
 )
 def test_a_lever_of_plans_has_a_row_and_its_plans_replay(
