@@ -43,10 +43,10 @@ def cheapest_within(
     left = budget_bytes - held_bytes
 
     def fits(places: Sequence[int]) -> bool:
-        tell(places[0], len(some))
-        wanted = [some[n].saved for n in places if some[n].saved_bytes <= left]
         if some[places[0]].saved_bytes > left:
             return False
+        tell(places[0], len(some))
+        wanted = [some[n].saved for n in places if some[n].saved_bytes <= left]
         return replays.of_first(wanted).peak_bytes <= budget_bytes
 
     place = cheapest_that_fits([one.overhead for one in some], fits)
