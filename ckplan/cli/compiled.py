@@ -64,18 +64,6 @@ def profile_in_compiled(
         )
 
 
-def check_wish(
-    plan: Path | None, budget: str | None, save: Path | None, force: bool
-) -> None:
-    """Refuse a budget beside a plan, and to save a plan that is a file, or over one."""
-    if plan is not None and budget is not None:
-        raise typer.BadParameter("a plan has a budget already: a plan or --budget")
-    if plan is not None and save is not None:
-        raise typer.BadParameter("--save goes with --budget, or with --compile")
-    if save is not None:
-        check_output(save, force)
-
-
 def compare_in_compiled(
     target: Path | None,
     settings: list[str] | None,

@@ -187,6 +187,23 @@ def target_and_wish(
     return target_and_plan(given)
 
 
+def check_wish(
+    plan: Path | None, budget: str | None, save: Path | None, force: bool
+) -> None:
+    """Refuse a budget beside a plan, and to save a plan that is a file, or over one.
+
+    Raises:
+        BadParameter: They do not go together.
+        CkplanError: The file is there.
+    """
+    if plan is not None and budget is not None:
+        raise typer.BadParameter("a plan has a budget already: a plan or --budget")
+    if plan is not None and save is not None:
+        raise typer.BadParameter("--save goes with --budget, or with --compile")
+    if save is not None:
+        check_output(save, force)
+
+
 def _is_plan(text: str) -> bool:
     path = Path(text)
     other = path.suffix in (".py", ".json", ".gz")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ckplan.cli import inputs
-from ckplan.cli.compiled import check_alone, check_wish, verify_in_compiled
+from ckplan.cli.compiled import check_alone, verify_in_compiled
 from ckplan.cli.inputs import (
     check_page_output,
     check_plot_output,
@@ -108,7 +108,7 @@ def verify(
         others = (cap, spill, trace, plot, report)
         check_alone(others, step.is_plain and not (fake or energy))
     else:
-        check_wish(chosen, budget, save, force)
+        inputs.check_wish(chosen, budget, save, force)
     given = None if chosen is None else plan_file.load(chosen)
     workload = step.completed(target, source, seed, given)
     if compiled:

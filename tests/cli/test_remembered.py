@@ -267,6 +267,7 @@ def test_a_model_is_verified_within_a_budget_without_a_plan(
     assert plan.budget_bytes == int(0.8 * found["unplanned_measured_peak_bytes"])
     dry = run("verify", "made.yaml", "--fake", "--json")  # it remembers the rest
     assert json.loads(dry.out)["dry_run_peak_bytes"] == plan.predicted.peak_bytes
+    assert "80 furlongs" in run("verify", "deep.py", "--budget", "80 furlongs").err
     again = run("verify", "deep.py", *how, "--save", "made.yaml")
     assert "made.yaml" in again.err
     assert "exists" in again.err
