@@ -399,7 +399,7 @@ FAULTS = [
         "applying/rerunning/rerun.py", "        if different:", "        if 0:", CALLS
     ),
     Fault(
-        "applying/guards/checker.py",
+        "applying/tensors/expected_calls.py",
         "else are_switched(call.switches, func)",
         "else True",
         MATCH,
@@ -564,15 +564,15 @@ FAULTS = [
     ),
     Fault(
         "applying/guards/checker.py",
-        "alone &= call is None or not call.finds_written(self._made, self._versions)",
+        "alone &= call is None or not call.finds_written(self.made, self.versions)",
         "pass",
         MATCH,
     ),
     Fault(
-        "applying/guards/checker.py",
+        "applying/tensors/expected_calls.py",
         "not _is_autocast_enabled()\n",
         "True\n",
-        MATCH,
+        f"{MATCH} {CALLS}",
     ),
     Fault(
         "applying/guards/input_checker.py",
@@ -707,26 +707,20 @@ FAULTS = [
         CALLS,
     ),
     Fault(
-        "applying/rerunning/call_check.py",
+        "applying/tensors/expected_calls.py",
         "and _get_default_dtype() is call.default_dtype",
         "",
         CALLS,
     ),
     Fault(
         "applying/rerunning/call_check.py",
-        "not _is_autocast_enabled()",
-        "True",
-        CALLS,
-    ),
-    Fault(
-        "applying/rerunning/call_check.py",
-        "if expected.versions[place] != version:",
+        "if expected.met_versions[place] != version:",
         "if False:",
         CALLS,
     ),
     Fault(
         "applying/rerunning/call_check.py",
-        "del self.met[call.num_met :], self.versions[call.num_met :]",
+        "del self.met[call.num_met :], self.met_versions[call.num_met :]",
         "pass",
         CALLS,
     ),
