@@ -162,15 +162,16 @@ def _plan_and_trace(
 
     A budget takes a trace: that of the path, or a new one.
     """
-    from ckplan.graph import file as trace_file
     from ckplan.plan.plan import Plan
-    from ckplan.report.progress import ProgressLine
-    from ckplan.solving.solve import solve_plan
-    from ckplan.tracing.profile import profile_workload
 
     spec, training, seed = workload
     if isinstance(wanted, Plan):
         return wanted, find_trace(path, trace_of_plan(spec, training, seed, wanted))
+    from ckplan.graph import file as trace_file
+    from ckplan.report.progress import ProgressLine
+    from ckplan.solving.solve import solve_plan
+    from ckplan.tracing.profile import profile_workload
+
     # Output of the workload does not belong on stdout.
     with ProgressLine(sys.stderr) as progress, redirect_stdout(sys.stderr):
         if path is None:
