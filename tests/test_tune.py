@@ -296,6 +296,9 @@ def test_a_lever_of_plans_has_a_row_and_its_plans_replay(
     row = row_of(searches, ALLOWED[lever], alone, alone, {})
     assert row.refused is None
     assert row.saved_bytes is not None
+    assert search.largest_planned >= bare.largest_planned  # a lever only adds
+    most = search.setting(search.largest_planned)
+    assert most is not None and most.way == way and most.peak_bytes <= limit.bytes
     if lever == "offload":
         assert timeline.moves.moved_bytes > 0
     else:  # they take the logits away, which own the peak

@@ -52,7 +52,8 @@ def with_update_of(step: Graph, update: Graph) -> Graph | None:
             renamed[number] = place[shared[number]]
         elif one.maker >= begin or _is_of_update(update, number):
             renamed[number] = len(storages)
-            maker = one.maker if one.maker == BEFORE_STEP else one.maker - begin + stop
+            is_before = one.maker == BEFORE_STEP and one.kind != "temporary"
+            maker = one.maker if is_before else one.maker - begin + stop
             last = one.last if one.last == BEFORE_STEP else one.last - begin + stop
             storages.append(replace(one, maker=maker, last=last))
     if not _used(update.ops[begin:]) <= renamed.keys():
@@ -99,14 +100,19 @@ def _until(one: Storage, ending: int, longer: int) -> Storage:
 
 
 def _is_of_update(graph: Graph, number: int) -> bool:
-    """Whether a storage that exists before the step is there for the optimizer alone.
+    """Whether a storage that exists before the update is there for that alone.
 
-    That is its state, and what only the update reads, such as numbers on the device.
+    That is its state, and what only the update reads, such as numbers on the device,
+    and constants that it begins with.
     """
-    one = graph.storages[number]
-    if one.maker != BEFORE_STEP or one.kind not in ("optimizer", "buffer"):
+    one, stop = graph.storages[number], graph.backward_stop
+    if one.kind == "temporary":
+        made = _used(graph.ops[max(stop - 1, 0) : stop])
+        if one.maker != stop - 1 or number in made:
+            return False
+    elif one.maker != BEFORE_STEP or one.kind not in ("optimizer", "buffer"):
         return False
-    return one.kind == "optimizer" or number in _used(graph.ops[graph.backward_stop :])
+    return one.kind == "optimizer" or number in _used(graph.ops[stop:])
 
 
 def _used(ops: Iterable[Op]) -> frozenset[int]:

@@ -67,7 +67,9 @@ class WaySearch:
     @cached_property
     def largest_planned(self) -> int:
         """Largest micro-batch with some plan; 0 if not one row fits."""
-        return max(self._farthest[0], self.largest_unplanned)
+        bare = self.bare
+        least = self.largest_unplanned if bare is None else bare.largest_planned
+        return max(self._farthest[0], least)
 
     @cached_property
     def _farthest(self) -> tuple[int, tuple[Region, ...]]:
@@ -161,13 +163,12 @@ class WaySearch:
     def _find(self, rows: int, planned: bool) -> Setting | None:
         if rows in self.refused:
             return None
-        if self.bare is not None and rows <= self.largest_unplanned:
-            one = self.bare.setting(rows, planned=False)
-            return None if one is None else replace(one, way=self.way)
-        if rows <= self.largest_unplanned:
-            return self._setting_of(rows, (Simulator(self.graph_at(rows)).run(), ()))
-        found = self._plan_at(rows) if planned else None
-        return None if found is None else self._setting_of(rows, found)
+        bare = None if self.bare is None else self.bare.setting(rows, planned=planned)
+        found = bare and replace(bare, way=self.way)
+        plan = self._plan_at(rows) if planned else None
+        if found is None and rows <= self.largest_unplanned:
+            plan = Simulator(self.graph_at(rows)).run(), ()
+        return better(found, plan and self._setting_of(rows, plan))
 
     def _plan_at(self, rows: int) -> ReplayedPlan | None:
         """The cheapest plan that fits, until the step is recorded that of ``like``."""
@@ -217,10 +218,8 @@ class WaySearch:
         for rows in self.first_batches(self.largest_unplanned):
             best = better(best, self.setting(rows, planned=False))
         best = self._refined(best, planned=False)
-        if not planned:
-            return best
         overhead = unplanned = 0.0  # a larger batch must free more: it costs no less
-        for rows in self._beyond():
+        for rows in self._beyond() if planned else ():
             before, unplanned = unplanned, self._bound(rows)
             bound = unplanned / (1 + overhead)
             if best is None or bound > best.samples_per_second * _WORTH:
@@ -336,11 +335,12 @@ class WaySearch:
             self.refused[rows], alike = error.what, False
         self._lever_plans.pop(rows, None)
         if alike:
-            for planned in (False, True):
-                self._settings.pop((rows, planned), None)
-            return True
-        self.forget()
-        return False
+            for one in filter(None, (self, self.bare)):
+                for planned in (False, True):
+                    one._settings.pop((rows, planned), None)
+        else:
+            self.forget()
+        return alike
 
     def forget(self) -> None:
         """Forget what was found on steps that are drawn otherwise now."""

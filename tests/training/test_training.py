@@ -16,6 +16,7 @@ import ckplan
 from ckplan import applying
 from ckplan.errors import WorkloadError
 from ckplan.graph.graph import Graph
+from ckplan.graph.updates import with_update_of
 from ckplan.simulating.simulate import simulate
 from ckplan.training.failures import first_line, is_out_of_memory
 from ckplan.training.loading import WorkloadSpec
@@ -226,3 +227,24 @@ def test_attention_draws_random_numbers_only_if_it_drops() -> None:
     assert draws(flash, (None, None, None), {"dropout_p": 0.1})
     assert draws(torch.ops.aten.bernoulli_.float, (None, 0.5), {})
     assert not draws(torch.ops.aten.add.Tensor, (None, None), {})
+
+
+@pytest.mark.parametrize("amp", [None, "fp16"])
+def test_a_number_that_the_update_makes_is_not_there_before(amp: str | None) -> None:
+    """Of AdamW with foreach: one that adds to all counts of steps."""
+    training, single = (Training(f"adamw:{name}", amp) for name in ("foreach", "fused"))
+    graph, other = profiled(build(), training), profiled(build(), single)
+    assert simulate(graph).peak_bytes == measured_peak(build(), training)
+    numbers = [
+        one
+        for one in graph.storages
+        if (one.bytes, one.maker, one.kind) == (4, graph.backward_stop - 1, "temporary")
+    ]
+    assert [one.last for one in numbers] == [graph.backward_stop]
+    found = with_update_of(other, graph)
+    assert found is not None
+    assert simulate(found).peak_bytes == simulate(graph).peak_bytes
+    back = with_update_of(graph, other)
+    assert back is not None
+    assert simulate(back).peak_bytes == simulate(other).peak_bytes
+    assert len(back.storages) == len(other.storages)

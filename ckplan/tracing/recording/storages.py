@@ -52,11 +52,20 @@ class Storages:
         self._alive: dict[int, _Alive] = {}  # the same storages
         self._keep: list[object] = []
         self._unread: set[int] = set()  # constants that nothing has read so far
+        self._constants: dict[int, int] = {}  # those that were read -> when made
         self._over = False
 
     def end(self) -> None:
-        """Mark the end of the step: storages alive now outlive it."""
+        """Mark the end of the step: storages alive now outlive it.
+
+        Constants of the update are there from then on: nothing is rebuilt there.
+        """
         self._over = True
+        stop = self._recording.num_forward + self._recording.num_backward
+        for number, made in self._constants.items():
+            if made >= stop - 1:
+                found = self._recording.storages[number]
+                found.kind, found.maker = "temporary", made
 
     def forget(self) -> None:
         """Drop references to existing storages."""
@@ -84,7 +93,8 @@ class Storages:
     def register_constant(self, tensor: torch.Tensor) -> None:
         """Register a constant that Python makes, as with ``torch.tensor``.
 
-        No op makes it. Once an op reads it, it counts as made before the step.
+        No op makes it. Once an op of forward or backward reads it, it counts as made
+        before the step.
         """
         if _storage_of(tensor)._cdata not in self._ids:
             self._unread.update(self.numbers([tensor], "temporary", self._now))
@@ -145,6 +155,7 @@ class Storages:
         if number in self._unread:
             self._unread.remove(number)
             found = self._recording.storages[number]
+            self._constants[number] = found.maker
             found.kind, found.maker = "buffer", BEFORE_STEP
         return number
 
