@@ -277,14 +277,10 @@ class CallCheck(ExpectedCalls[KnownCall]):
         for one in learned:
             is_new = one.is_tensor and one.numbers == [num_made]
             num_made = max([num_made, *(number + 1 for number in one.numbers)])
-            grad_mode, default_dtype, *casts = one.switches
             calls.append(
                 KnownCall(
                     func=one.func,
                     matches=matchers.make(one.arguments),
-                    grad_mode=grad_mode,
-                    default_dtype=default_dtype,
-                    simple=casts == [False, False],
                     switches=one.switches,
                     numbers=tuple(one.numbers),
                     returns_new=is_new,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 from weakref import ref
 
@@ -21,15 +21,22 @@ class ExpectedCall:
 
     func: Callable[..., Any]
     matches: Matcher  # checks the arguments
-    grad_mode: bool
-    default_dtype: torch.dtype
-    simple: bool  # without autocast; other switches do not count
     switches: tuple[Any, ...]
+    grad_mode: bool = field(init=False)  # the first two of these
+    default_dtype: torch.dtype = field(init=False)
+    simple: bool = field(init=False)  # without autocast; other switches do not count
     numbers: tuple[int, ...]  # of the tensors that it returned
     returns_new: bool  # one tensor, which no call had returned or taken before
     packed_before: int = 0  # how many tensors autograd had saved
     packed_after: int = 0
     is_plain: bool = True  # nothing is to be done before and after it
+
+    def __post_init__(self) -> None:
+        """Take the switches apart once: each forward compares them."""
+        grad_mode, default_dtype, *others = self.switches
+        object.__setattr__(self, "grad_mode", grad_mode)
+        object.__setattr__(self, "default_dtype", default_dtype)
+        object.__setattr__(self, "simple", others == [False, False])
 
 
 Call = TypeVar("Call", bound=ExpectedCall)
