@@ -66,6 +66,8 @@ def record(
     arguments = arguments or []
     path = output or default_trace(script.stem, {"set": arguments}, None)
     check_output(path, force, hint=f"ckplan record --force {script} ..., or -o NAME")
+    if output is None and "-o" in arguments:
+        print_message(f"-o is given to {script}: options of ckplan stand before it")
     from ckplan.report.progress import ProgressLine
     from ckplan.tracing.script import record_script
 

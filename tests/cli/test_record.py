@@ -146,6 +146,17 @@ def test_force_stands_before_the_script(run: Run, script: str) -> None:
     assert Path("t.json.gz").read_text() == "kept"
 
 
+def test_an_output_after_the_script_is_said_to_be_the_scripts(
+    run: Run, script: str
+) -> None:
+    said = f"-o is given to {script}: options of ckplan stand before it"
+    ended = run("record", script, "plain", "4", "-o", "t.json.gz")
+    assert (ended.code, said in ended.err) == (1, True)  # it takes no such argument
+    assert not Path("t.json.gz").exists()
+    ended = run("record", "-o", "t.json.gz", script, "plain", "4")
+    assert ended.code == 0 and said not in ended.err
+
+
 @pytest.mark.parametrize("width", [8, 9])
 def test_models_that_look_alike_are_named(run: Run, folder: Path, width: int) -> None:
     (folder / "two.py").write_text(f"""
