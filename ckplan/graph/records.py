@@ -131,6 +131,7 @@ class EngineCosts:
     region_seconds: float = 0.0  # per region
     again: float = 1.0  # seconds of an op in backward, as a factor of its own
     path_seconds: float = 0.0  # per call that is followed to tell whose ops run
+    record_seconds: float = 0.0  # per op that each step records, or writes code for
 
     def times(self, factor: float) -> EngineCosts:
         """The costs of an engine that takes ``factor`` times as long."""
@@ -141,6 +142,7 @@ class EngineCosts:
             factor * self.region_seconds,
             self.again,
             factor * self.path_seconds,
+            factor * self.record_seconds,
         )
 
 

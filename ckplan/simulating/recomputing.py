@@ -93,6 +93,9 @@ def _count_seconds(view: RegionView, region: Region, effect: Effect) -> None:
     if region.by != PROGRAM:
         per_op += engine.module_seconds
     begin = engine.region_seconds + engine.path_seconds * num_followed(view, region)
+    if num_recorded(view, region, effect):
+        per_op += engine.record_seconds
+        begin += engine.record_seconds * (view.stop - view.start)
     effect.engine_seconds += begin
     effect.engine_seconds += engine.watch_seconds * len(view.saves)
     effect.engine_seconds += per_op * len(steps)
@@ -109,6 +112,13 @@ def _count_seconds(view: RegionView, region: Region, effect: Effect) -> None:
         Work(gap, launch[op], engine.again * device[op], per_op)
         for gap, op in zip(effect.gaps, steps, strict=True)
     )
+
+
+def num_recorded(view: RegionView, region: Region, effect: Effect) -> int:
+    """Ops that the engine records in each step, and those that it writes code for."""
+    if region.by != PROGRAM or not view.varies:
+        return 0
+    return view.stop - view.start + len(effect.steps)
 
 
 def num_followed(view: RegionView, region: Region) -> int:

@@ -108,6 +108,15 @@ class RegionView:
         return flow, packed
 
     @cached_property
+    def varies(self) -> bool:
+        """Whether values decide how large tensors are: each step runs other ops.
+
+        So the engine records every forward anew, to rebuild it once.
+        """
+        found = self.graph.hazards_in(*self.unit)
+        return any(hazard.kind == "shapes" for hazard in found)
+
+    @cached_property
     def statistics(self) -> dict[int, int]:
         """Value of running statistics that a norm reads -> first step that reads it.
 

@@ -38,7 +38,10 @@ def unit_closure_problem(
         flow.returned[one.op - view.start][one.output]: one
         for one in graph.encodings_in(*view.unit)
     }
-    more = graph.engine_share * graph.engine.rerun_seconds
+    more = graph.engine.rerun_seconds
+    if view.varies:
+        more += graph.engine.record_seconds
+    more *= graph.engine_share
 
     def nanoseconds(step: int) -> int:
         seconds = graph.critical_seconds[view.start + step]

@@ -450,6 +450,7 @@ def with_engine(graph: Graph, rng: Random) -> Graph:
         rng.choice((0.0, 1.0)),
         rng.choice((0.0, 4.0)),
         rng.choice((0.5, 1.0, 1.5)),
+        record_seconds=rng.choice((0.0, 2.0)),
     )
     return replace(graph, engine=costs)
 

@@ -11,8 +11,8 @@ import pytest
 from oracles import span_of, walk_plan
 
 from ckplan.errors import PlanError
-from ckplan.graph.records import BEFORE_STEP, EngineCosts, Workspace
-from ckplan.plan.region import RERUN, Region
+from ckplan.graph.records import BEFORE_STEP, EngineCosts, Hazard, Workspace
+from ckplan.plan.region import PROGRAM, RERUN, Region
 from ckplan.simulating.simulate import simulate
 
 
@@ -114,16 +114,27 @@ def test_the_engine_takes_time_of_the_cpu(seed: int, cpu: str) -> None:
     regions = graphs.random_regions(graph, rng)
     launch = {"runs the ops": 0.0, "is busier": 10.0, "has time": 1e-9}[cpu]
     ops = tuple(replace(op, launch_seconds=launch) for op in graph.ops)
-    graph = replace(graph, ops=ops)
+    varying = rng.sample(range(len(graph.calls)), k=min(2, len(graph.calls)))
+    shapes = (Hazard(call, "shapes", "", (PROGRAM, RERUN)) for call in sorted(varying))
+    graph = replace(graph, ops=ops, hazards=tuple(shapes))
     try:
         before = simulate(graph, regions)
     except PlanError:
         return
-    costs = EngineCosts(watch_seconds=0.25, rerun_seconds=2.0)
+    record = 0.0 if cpu == "has time" else 4.0  # at first, when the device has no work
+    costs = EngineCosts(watch_seconds=0.25, rerun_seconds=2.0, record_seconds=record)
     after = simulate(replace(graph, engine=costs), regions)
     watched = sum(len(graph.saved_in(*span_of(region))) for region in regions)
     again = sum(len(effect.steps) for effect in before.effects)
-    more = 0.25 * watched + 2.0 * again
+    recorded = 0  # and written, each step anew
+    for region, effect in zip(regions, before.effects, strict=True):
+        first, last = region.call, region.call if region.last is None else region.last
+        if region.by == PROGRAM and any(
+            graph.is_inside(call, first, last) for call in varying
+        ):
+            recorded += graph.calls[last].stop - graph.calls[first].start
+            recorded += len(effect.steps)
+    more = 0.25 * watched + 2.0 * again + record * recorded
     if cpu == "has time":  # it launches next to nothing while the device works
         device = before.recompute_seconds
         more = max(0.0, more - graph.step_seconds - device)

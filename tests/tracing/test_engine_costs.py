@@ -4,24 +4,26 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 import ckplan
+from ckplan.applying.recording.recorder import Recorder
 from ckplan.errors import CkplanError
 from ckplan.graph.graph import Graph
 from ckplan.graph.records import EngineCosts
 from ckplan.plan.plan import Plan, PlannedRegion
 from ckplan.plan.resolve import resolve
-from ckplan.simulating.simulate import simulate
+from ckplan.simulating.simulate import Simulator, simulate
 from ckplan.tracing.costs import apply_overhead as engine
 from ckplan.tracing.costs.apply_overhead import Flushed, calibrate_engine
 from ckplan.tracing.costs.cost_cache import CostCache
 from ckplan.tracing.recording.recording import RawOp
 
-COSTS = EngineCosts(1.0, 2.0, 3.0, 4.0, path_seconds=5.0)
+COSTS = EngineCosts(1.0, 2.0, 3.0, 4.0, path_seconds=5.0, record_seconds=6.0)
 NOTHING = Flushed(0, 0)
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -75,12 +77,52 @@ def test_caches_are_as_cold_as_the_ops_of_a_step_leave_them(
 
     def measure(flushed: Flushed) -> tuple[float, ...]:
         asked.append(flushed)
-        return 1.0, 2.0, 3.0, 4.0, 5.0
+        return 1.0, 2.0, 3.0, 4.0, 5.0, 6.0
 
     monkeypatch.setattr(engine, "_measure", measure)
     for _ in range(2):  # the second time it is known
         assert calibrate_engine(moving(*sizes), device, cache) == COSTS
     assert asked == [flushed]
+
+
+class Picked(nn.Module):
+    """A layer of which values decide how many rows it returns."""
+
+    def __init__(self, *, varies: bool) -> None:
+        super().__init__()
+        self.linear, self.varies = nn.Linear(8, 8), varies
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.linear(x))
+        return x[x[:, 0] > -2] if self.varies else x[0:]
+
+
+@pytest.mark.parametrize("varies", [False, True])
+def test_forwards_are_recorded_each_time_where_values_decide_sizes(
+    varies: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the simulator counts it, which goes by the trace."""
+    model, batch = nn.Sequential(Picked(varies=varies), nn.Tanh()), torch.ones(4, 8)
+    graph = ckplan.profile(model, batch, in_step=False)
+    views = [Simulator(graph).view(call) for call in range(len(graph.calls))]
+    assert {str(view.call): view.varies for view in views} == {
+        ".#0": varies,
+        "0#0": varies,
+        "0.linear#0": False,
+        "1#0": False,
+    }
+    begun: list[str] = []
+    begin = Recorder.__init__
+
+    def counted(self: Recorder, name: str, *args: Any, **kwargs: Any) -> None:
+        begun.append(name)
+        begin(self, name, *args, **kwargs)
+
+    monkeypatch.setattr(Recorder, "__init__", counted)
+    ckplan.apply(model, Plan(regions=(PlannedRegion("0"), PlannedRegion("1"))))
+    for _ in range(3):
+        model(batch).sum().backward()
+    assert [begun.count(name) for name in ("0", "1")] == [3 if varies else 1, 1]
 
 
 def test_measuring_leaves_everything_as_it_was() -> None:
@@ -100,7 +142,7 @@ def test_another_host_launches_at_its_own_speed(host: float) -> None:
         ckplan.profile(model, batch, gpu="RTX 4090", host=speed)
         for speed in (1.0, host)
     )
-    for what in ("watch", "rerun", "module", "region", "path"):
+    for what in ("watch", "rerun", "module", "region", "path", "record"):
         found = getattr(there.engine, f"{what}_seconds") * host
         assert found == pytest.approx(getattr(here.engine, f"{what}_seconds"), abs=1e-8)
     for one, other in zip(here.ops, there.ops, strict=True):

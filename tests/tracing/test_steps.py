@@ -74,7 +74,9 @@ def graph() -> Graph:
 # -- the fit -----------------------------------------------------------------------
 
 
-def added(row: tuple[float, int, int, int, int], costs: tuple[float, ...]) -> Added:
+def added(
+    row: tuple[float, int, int, int, int, int], costs: tuple[float, ...]
+) -> Added:
     seconds = sum(a * b for a, b in zip(row, costs, strict=True))
     return Added(seconds, 1e-6, *row)
 
@@ -88,19 +90,19 @@ def fitted(costs: EngineCosts) -> list[float]:
 
 
 def test_plans_that_say_all_give_their_costs() -> None:
-    costs = (1.5, 0.2, 0.75, 1.25, 0.1)
+    costs = (1.5, 0.2, 0.75, 1.25, 0.1, 0.3)
     rows = [
-        *((3.0, 4, 5, 1, 2), (1.0, 9, 2, 2, 1), (2.0, 1, 1, 3, 0)),
-        *((5.0, 3, 3, 7, 1), (1.0, 2, 1, 1, 9)),
+        *((3.0, 4, 5, 1, 2, 0), (1.0, 9, 2, 2, 1, 1), (2.0, 1, 1, 3, 0, 2)),
+        *((5.0, 3, 3, 7, 1, 0), (1.0, 2, 1, 1, 9, 1), (1.0, 2, 1, 3, 1, 9)),
     ]
-    prior = engine((1.0, 0.25, 0.5, 1.0, 0.125))
+    prior = engine((1.0, 0.25, 0.5, 1.0, 0.125, 0.25))
     found = fit(prior, [added(row, costs) for row in rows])
     assert fitted(found) == pytest.approx(costs, rel=1e-4)
     assert found.module_seconds == prior.module_seconds
 
 
 def test_without_plans_the_prior_stays() -> None:
-    prior = engine((1.0, 0.25, 0.5, 0.0, 0.1))
+    prior = engine((1.0, 0.25, 0.5, 0.0, 0.1, 0.2))
     assert fit(prior, []) == prior
 
 
@@ -108,13 +110,13 @@ def test_the_fit_is_the_least_of_what_it_minimises() -> None:
     """Compared with a search that knows the objective alone."""
     rng = Random(0)
     for _ in range(50):
-        prior = [rng.uniform(0.1, 2.0) for _ in range(5)]
+        prior = [rng.uniform(0.1, 2.0) for _ in FITTED]
         plans = [
             Added(
                 rng.uniform(0.0, 9.0),
                 rng.uniform(0.1, 2.0),
                 rng.uniform(0.0, 4.0),
-                *(rng.randint(0, 4) for _ in range(4)),
+                *(rng.randint(0, 4) for _ in FITTED[1:]),
             )
             for _ in range(rng.randint(1, 3))
         ]
@@ -125,7 +127,7 @@ def test_the_fit_is_the_least_of_what_it_minimises() -> None:
                 / one.width_seconds
                 for one in plans
             ]
-            widths = (WIDTH_OF_OPS, *4 * [WIDTH_OF_ENGINE])
+            widths = (WIDTH_OF_OPS, *(WIDTH_OF_ENGINE for _ in FITTED[1:]))
             away = [
                 (a - b) / (width * b)
                 for a, b, width in zip(x, prior, widths, strict=True)

@@ -35,7 +35,7 @@ CHAIN = EngineCosts(watch_seconds=0.25, rerun_seconds=0.5)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The cost cache, in which the engine's costs are those of the trace."""
     monkeypatch.setenv("CKPLAN_CACHE", str(tmp_path / "costs"))
-    monkeypatch.setattr(apply_overhead, "_measure", lambda _: (0.25, 0.5, 0, 0, 0))
+    monkeypatch.setattr(apply_overhead, "_measure", lambda _: (0.25, 0.5, 0, 0, 0, 0))
     assert calibrate_engine([], CPU, cost_cache.cost_cache(CPU)) == CHAIN
     return tmp_path / "costs"
 

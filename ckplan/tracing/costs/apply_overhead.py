@@ -2,7 +2,8 @@
 
 A chain of tiny ops runs unplanned; under plans that drop every tensor, as programs of
 one region and of several, and with the whole module run again; and under one that keeps
-an op of every link. What forward and backward take longer gives the overheads. In a
+an op of every link. In one more, values decide how large a tensor is, so each forward
+is recorded. What forward and backward take longer gives the overheads. In a
 large step, kernels evict Python's data from the processor's cache between two ops,
 which makes Python several times slower. So the chain reads as many bytes between its
 ops, and more between its links: what runs once in a region was evicted by all ops since
@@ -126,7 +127,7 @@ def _keys(source: str, flushed: Flushed) -> list[str]:
     return [f"{source} {engine} {what} {evicted}" for what in _MEASURED_COSTS]
 
 
-_MEASURED_COSTS = ("watch", "rerun", "module", "region", "path")
+_MEASURED_COSTS = ("watch", "rerun", "module", "region", "path", "record")
 
 
 def _seconds_of(costs: EngineCosts) -> tuple[float, ...]:
@@ -189,13 +190,14 @@ def _measure(flushed: Flushed) -> tuple[float, ...]:
         Plan(regions=(PlannedRegion(f"links.[0..{_NUM_LINKS - 1}]"),)),
         Plan(regions=(PlannedRegion("links", "rerun"),)),
         Plan(regions=(PlannedRegion("links", save=names),)),
+        Plan(regions=(PlannedRegion("links"),)),
     ]
     with (
         torch.inference_mode(mode=False),
         torch.enable_grad(),
         torch.autocast("cpu", enabled=False),
     ):
-        ways = [_Chain(flushed) for _ in range(1 + len(plans))]
+        ways = [_Chain(flushed, varies=n == len(plans)) for n in range(1 + len(plans))]
         for way, plan in zip(ways[1:], plans, strict=True):
             apply(way, plan)
         times: list[list[tuple[float, float]]] = [[] for _ in ways]
@@ -207,13 +209,14 @@ def _measure(flushed: Flushed) -> tuple[float, ...]:
         for found in times
     )
     added = [(one - forward, other - backward) for one, other in planned]
-    program, several, module, named = added
+    program, several, module, named, varied = added
     region = max(sum(several) - sum(program), 0.0) / (_NUM_LINKS - 1)
     watch = max(program[0] - region, 0.0) / _NUM_OPS
     rerun = max(program[1] / _NUM_OPS - ways[0].op_seconds(), 0.0)
     more = max(sum(module) - sum(program), 0.0) / _NUM_OPS
     path = max(named[0] - program[0], 0.0) / _NUM_LINKS
-    return watch, rerun, more, region, path
+    record = max(sum(varied) - sum(program), 0.0) / (2 * _NUM_OPS + _NUM_LINKS)
+    return watch, rerun, more, region, path, record
 
 
 def _thread_clock() -> Callable[[], float]:
@@ -231,11 +234,12 @@ _clock = _thread_clock()
 class _Chain(nn.Module):
     """A step of tiny ops that each save their input."""
 
-    def __init__(self, flushed: Flushed) -> None:
+    def __init__(self, flushed: Flushed, *, varies: bool) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(4, dtype=torch.float32, device="cpu"))
         self._cache = _Evicted(flushed)
-        self.links = nn.Sequential(*(_Link(self._cache) for _ in range(_NUM_LINKS)))
+        links = (_Link(self._cache, varies=varies) for _ in range(_NUM_LINKS))
+        self.links = nn.Sequential(*links)
 
     def step_seconds(self, *, first: bool) -> tuple[float, float]:
         """Seconds of forward and of backward, without the flushes of the cache."""
@@ -289,12 +293,15 @@ class _Evicted:
 
 
 class _Link(nn.Module):
-    def __init__(self, cache: _Evicted) -> None:
+    def __init__(self, cache: _Evicted, *, varies: bool) -> None:
         super().__init__()
         self._cache = (cache,)  # in a tuple: not state that a rerun restores
+        self._varies = varies
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         (cache,) = self._cache
+        if self._varies:
+            x.detach().nonzero()  # values decide how much it returns
         for _ in range(_OPS_PER_LINK):
             with torch._C.DisableTorchFunction():
                 cache.after_op()

@@ -1,10 +1,11 @@
 """Fit the costs of recomputation to steps that were measured with plans and without.
 
 A plan adds to a step ``again`` times the seconds of its recomputed ops, and the
-engine's costs per saved tensor, per op, per region and per call that is followed:
+engine's costs per saved tensor, per op, per region, per call that is followed, and per
+op that is recorded in each step:
 
     added = again * ops + watch * saved + rerun * steps + region * regions
-            + path * followed
+            + path * followed + record * recorded
 
 Few plans are measured, and these parts grow together. So costs measured otherwise (ops
 and the engine alone) are the prior: each has a Gaussian of a stated width around it, as
@@ -26,7 +27,10 @@ import torch
 
 from ckplan.graph.records import EngineCosts
 
-FITTED = ("again", "watch_seconds", "rerun_seconds", "region_seconds", "path_seconds")
+FITTED = (
+    *("again", "watch_seconds", "rerun_seconds", "region_seconds", "path_seconds"),
+    "record_seconds",
+)
 WIDTH_OF_OPS = 0.1  # of `again`, relative to the prior, which is of a step
 WIDTH_OF_ENGINE = 1.0  # of every cost of the engine, relative to that of a chain
 LEAST_SHARE = 0.2  # of the prior
@@ -42,6 +46,7 @@ class Added(NamedTuple):
     num_steps: int  # ops that reran
     num_regions: int
     num_followed: int = 0  # calls that are followed, since the plan names ops in them
+    num_recorded: int = 0  # ops of forwards that each step records, and their reruns
 
     @property
     def row(self) -> tuple[float, ...]:

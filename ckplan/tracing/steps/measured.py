@@ -25,7 +25,7 @@ from ckplan.graph.graph import Graph
 from ckplan.plan.plan import Plan
 from ckplan.plan.region import Region
 from ckplan.plan.resolve import describe
-from ckplan.simulating.recomputing import num_followed
+from ckplan.simulating.recomputing import num_followed, num_recorded
 from ckplan.simulating.simulate import Simulator
 from ckplan.tracing.costs.calibrate import Progress
 from ckplan.tracing.costs.cost_cache import CostCache
@@ -336,6 +336,7 @@ def _parts(simulator: Simulator, regions: tuple[Region, ...]) -> Added:
     again = [op for effect in effects for op in effect.steps]
     saves = sum(len(view.saves) for view in views)
     followed = sum(map(num_followed, views, regions))
+    recorded = sum(map(num_recorded, views, regions, effects))
     return Added(
         0.0,
         1.0,
@@ -344,4 +345,5 @@ def _parts(simulator: Simulator, regions: tuple[Region, ...]) -> Added:
         batches * len(again),
         batches * len(regions),
         batches * followed,
+        batches * recorded,
     )
