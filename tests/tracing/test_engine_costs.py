@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils.rnn import pack_sequence
 
 import ckplan
 from ckplan.applying.recording.recorder import Recorder
@@ -86,7 +87,7 @@ def test_caches_are_as_cold_as_the_ops_of_a_step_leave_them(
 
 
 class Picked(nn.Module):
-    """A layer of which values decide how many rows it returns."""
+    """A layer of which values may decide how many rows it returns."""
 
     def __init__(self, *, varies: bool) -> None:
         super().__init__()
@@ -97,18 +98,31 @@ class Picked(nn.Module):
         return x[x[:, 0] > -2] if self.varies else x[0:]
 
 
+class Packed(nn.Module):
+    """A layer of which values may decide how many steps it takes."""
+
+    def __init__(self, *, varies: bool) -> None:
+        super().__init__()
+        self.linear, self.varies = nn.GRU(8, 8), varies
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        given = pack_sequence([x[:3], x[:2]]) if self.varies else x
+        return self.linear(given)[1]
+
+
 @pytest.mark.parametrize("varies", [False, True])
+@pytest.mark.parametrize("layer", [Picked, Packed])
 def test_forwards_are_recorded_each_time_where_values_decide_sizes(
-    varies: bool, monkeypatch: pytest.MonkeyPatch
+    layer: type[Picked | Packed], varies: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As the simulator counts it, which goes by the trace."""
-    model, batch = nn.Sequential(Picked(varies=varies), nn.Tanh()), torch.ones(4, 8)
+    model, batch = nn.Sequential(layer(varies=varies), nn.Tanh()), torch.ones(4, 8)
     graph = ckplan.profile(model, batch, in_step=False)
     views = [Simulator(graph).view(call) for call in range(len(graph.calls))]
     assert {str(view.call): view.varies for view in views} == {
         ".#0": varies,
         "0#0": varies,
-        "0.linear#0": False,
+        "0.linear#0": varies and layer is Packed,
         "1#0": False,
     }
     begun: list[str] = []

@@ -41,7 +41,7 @@ BOTH: tuple[str, ...] = (PROGRAM, RERUN)
 PROGRAMS: tuple[str, ...] = (PROGRAM,)
 RERUNS: tuple[str, ...] = (RERUN,)
 NO_WAY: tuple[str, ...] = ()
-_GUARDS = {"random": BOTH, "plain state": BOTH, "backward": NO_WAY}
+_GUARDS = {"random": BOTH, "plain state": BOTH, "shapes": BOTH, "backward": NO_WAY}
 _REPLACES = ("copy_", "fill_", "zero_")  # ops that ignore the old content
 
 

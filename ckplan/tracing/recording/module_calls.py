@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils.rnn import PackedSequence
 
 from ckplan.applying.rerunning.attributes import state_of
 from ckplan.graph.fqn import is_around
@@ -18,6 +19,8 @@ from ckplan.tracing.recording.flattening import flatten
 from ckplan.tracing.recording.recording import RawCall, Recording
 from ckplan.tracing.recording.side_effects import SideEffects
 from ckplan.tracing.recording.storages import Storages
+
+_PACKED = "takes as many steps as lengths decide"
 
 
 class ModuleCalls:
@@ -135,6 +138,8 @@ class ModuleCalls:
             self._watch.arguments(args, kwargs)
             found = self._storages.numbers_made_in_step(flatten(args, kwargs)[0])
             self._recording.calls[self.current].given = tuple(dict.fromkeys(found))
+            if isinstance(module, nn.RNNBase) and isinstance(args[0], PackedSequence):
+                self._recording.changes.append((self.current, "shapes", _PACKED))
 
     def _leave(self, module: nn.Module, args: object, output: object) -> None:
         del args, output
