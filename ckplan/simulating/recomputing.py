@@ -93,7 +93,7 @@ def _count_seconds(view: RegionView, region: Region, effect: Effect) -> None:
     if region.by != PROGRAM:
         per_op += engine.module_seconds
     begin = engine.region_seconds + engine.path_seconds * num_followed(view, region)
-    if num_recorded(view, region, effect):
+    if _is_recorded(view, region):
         per_op += engine.record_seconds
         begin += engine.record_seconds * (view.stop - view.start)
     effect.engine_seconds += begin
@@ -116,9 +116,12 @@ def _count_seconds(view: RegionView, region: Region, effect: Effect) -> None:
 
 def num_recorded(view: RegionView, region: Region, effect: Effect) -> int:
     """Ops that the engine records in each step, and those that it writes code for."""
-    if region.by != PROGRAM or not view.varies:
-        return 0
-    return view.stop - view.start + len(effect.steps)
+    recorded = view.stop - view.start + len(effect.steps)
+    return recorded if _is_recorded(view, region) else 0
+
+
+def _is_recorded(view: RegionView, region: Region) -> bool:
+    return region.by == PROGRAM and view.varies
 
 
 def num_followed(view: RegionView, region: Region) -> int:

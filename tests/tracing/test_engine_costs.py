@@ -107,7 +107,7 @@ class Packed(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         given = pack_sequence([x[:3], x[:2]]) if self.varies else x
-        return self.linear(given)[1]
+        return self.linear(input=given)[1]
 
 
 @pytest.mark.parametrize("varies", [False, True])

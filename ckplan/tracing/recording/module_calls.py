@@ -138,7 +138,9 @@ class ModuleCalls:
             self._watch.arguments(args, kwargs)
             found = self._storages.numbers_made_in_step(flatten(args, kwargs)[0])
             self._recording.calls[self.current].given = tuple(dict.fromkeys(found))
-            if isinstance(module, nn.RNNBase) and isinstance(args[0], PackedSequence):
+            given = (*args, *kwargs.values())
+            packed = any(isinstance(one, PackedSequence) for one in given)
+            if packed and isinstance(module, nn.RNNBase):
                 self._recording.changes.append((self.current, "shapes", _PACKED))
 
     def _leave(self, module: nn.Module, args: object, output: object) -> None:
