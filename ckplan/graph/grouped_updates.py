@@ -70,7 +70,8 @@ def with_grouped_update(graph: Graph, size: str, group_bytes: int) -> Graph:
         """A storage of a group, whose ops run later than in the whole update."""
         number %= len(groups)  # -1: of no group, alive until the end
         maker, last = one.maker, one.last
-        if maker >= stop:
+        begins = maker == stop - 1 and one.kind == "temporary"  # a number of Python's
+        if maker >= stop or begins:
             maker += number * count
         if last >= end:
             last += later - end

@@ -433,7 +433,9 @@ def test_a_profile_after_calibrate_has_the_costs_of_the_measured_step(
     run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CKPLAN_CACHE", str(folder / "costs"))
-    monkeypatch.setattr(apply_overhead, "_measure", lambda _: (20e-6, 30e-6, 0, 0, 0))
+    monkeypatch.setattr(
+        apply_overhead, "_measure", lambda _: (20e-6, 30e-6, 0, 0, 0, 0)
+    )
     (folder / "plan.yaml").write_text("ckplan: 1\nregions: [{calls: '0'}]\n")
     assert run("profile", "model.py").code == 0
     before = trace_file.load(folder / "traces" / "model.json.gz")
