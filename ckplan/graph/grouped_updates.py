@@ -14,6 +14,7 @@ from itertools import pairwise
 from ckplan.errors import PlanError
 from ckplan.graph.graph import Graph
 from ckplan.graph.records import Op, Storage
+from ckplan.graph.updates import constants_of_update
 
 _LIST = "_foreach_"
 _GROUPS = 16  # about so many of them
@@ -65,13 +66,14 @@ def with_grouped_update(graph: Graph, size: str, group_bytes: int) -> Graph:
     order = _order(graph, update)
     groups = _groups(graph, order, group_bytes)
     count, later = len(update), stop + len(groups) * len(update)
+    constants = constants_of_update(graph)
 
-    def placed(one: Storage, number: int) -> Storage:
+    def placed(storage: int, number: int) -> Storage:
         """A storage of a group, whose ops run later than in the whole update."""
         number %= len(groups)  # -1: of no group, alive until the end
+        one = graph.storages[storage]
         maker, last = one.maker, one.last
-        begins = maker == stop - 1 and one.kind == "temporary"  # a number of Python's
-        if maker >= stop or begins:
+        if maker >= stop or storage in constants:
             maker += number * count
         if last >= end:
             last += later - end
@@ -83,15 +85,15 @@ def with_grouped_update(graph: Graph, size: str, group_bytes: int) -> Graph:
     used = {one for op in update for one in (*op.reads, *op.writes, *op.outputs)}
     numbers = used - order.keys()  # on the device: every group has its own
     storages = [
-        placed(one, number_of[order[n]] if n in order else 0 if n in used else -1)
-        for n, one in enumerate(graph.storages)
+        placed(n, number_of[order[n]] if n in order else 0 if n in used else -1)
+        for n in range(len(graph.storages))
     ]
     ops: list[Op] = []
     for number, group in enumerate(groups):
         own: dict[int, int] = {}
         for storage in sorted(numbers) if number else ():
             own[storage] = len(storages)
-            storages.append(placed(graph.storages[storage], number))
+            storages.append(placed(storage, number))
         ops += (_part(graph, op, order, group, own) for op in update)
     title = f"{'adamw' if name == 'default' else name}:foreach={size}"
     return replace(

@@ -30,10 +30,13 @@ def with_update_of(step: Graph, update: Graph) -> Graph | None:
     if any(op.name in MULTIPLIES for op in (*step.ops[stop:], *update.ops[begin:])):
         return None  # cuBLAS keeps workspaces for the whole step
     used = _used(step.ops[:stop])
+    own, constants = constants_of_update(step), constants_of_update(update)
     kept = [
         number
         for number, one in enumerate(step.storages)
-        if one.maker < stop and (number in used or not _is_of_update(step, number))
+        if one.maker < stop
+        and number not in own
+        and (number in used or not _is_of_update(step, number))
     ]
     if any(stop <= step.storages[number].last < end - 1 for number in kept):
         return None
@@ -50,10 +53,11 @@ def with_update_of(step: Graph, update: Graph) -> Graph | None:
     for number, one in enumerate(update.storages):
         if number in shared:
             renamed[number] = place[shared[number]]
-        elif one.maker >= begin or _is_of_update(update, number):
+            continue
+        is_made = one.maker >= begin or number in constants
+        if is_made or _is_of_update(update, number):
             renamed[number] = len(storages)
-            is_before = one.maker == BEFORE_STEP and one.kind != "temporary"
-            maker = one.maker if is_before else one.maker - begin + stop
+            maker = one.maker - begin + stop if is_made else BEFORE_STEP
             last = one.last if one.last == BEFORE_STEP else one.last - begin + stop
             storages.append(replace(one, maker=maker, last=last))
     if not _used(update.ops[begin:]) <= renamed.keys():
@@ -94,25 +98,35 @@ def with_update_of(step: Graph, update: Graph) -> Graph | None:
     )
 
 
+def constants_of_update(graph: Graph) -> frozenset[int]:
+    """Storages that Python, and no op, makes right before the update, which reads them.
+
+    Such as the one that AdamW with ``foreach`` adds to all counts of steps.
+    """
+    stop, storages = graph.backward_stop, graph.storages
+    made = graph.creates[stop - 1] if stop else ()
+    read = {storage for op in graph.ops[stop:] for storage in op.reads}
+    return frozenset(
+        number
+        for number in read.difference(made)
+        if (storages[number].maker, storages[number].kind) == (stop - 1, "temporary")
+    )
+
+
 def _until(one: Storage, ending: int, longer: int) -> Storage:
     """A storage of the step; what lives to its end, as the loss does, still does."""
     return replace(one, last=one.last + longer) if one.last >= ending else one
 
 
 def _is_of_update(graph: Graph, number: int) -> bool:
-    """Whether a storage that exists before the update is there for that alone.
+    """Whether a storage that exists before the step is there for the optimizer alone.
 
-    That is its state, and what only the update reads, such as numbers on the device,
-    and constants that it begins with.
+    That is its state, and what only the update reads, such as numbers on the device.
     """
-    one, stop = graph.storages[number], graph.backward_stop
-    if one.kind == "temporary":
-        made = _used(graph.ops[max(stop - 1, 0) : stop])
-        if one.maker != stop - 1 or number in made:
-            return False
-    elif one.maker != BEFORE_STEP or one.kind not in ("optimizer", "buffer"):
+    one = graph.storages[number]
+    if one.maker != BEFORE_STEP or one.kind not in ("optimizer", "buffer"):
         return False
-    return one.kind == "optimizer" or number in _used(graph.ops[stop:])
+    return one.kind == "optimizer" or number in _used(graph.ops[graph.backward_stop :])
 
 
 def _used(ops: Iterable[Op]) -> frozenset[int]:

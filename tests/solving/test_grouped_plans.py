@@ -18,6 +18,7 @@ from ckplan.errors import CkplanError, PlanError
 from ckplan.graph import file as trace_file
 from ckplan.graph.graph import Graph
 from ckplan.graph.grouped_updates import group_size, with_grouped_update
+from ckplan.graph.records import Storage
 from ckplan.plan import file as plan_file
 from ckplan.plan.resolve import resolve
 from ckplan.plan.updates import with_planned_update
@@ -88,6 +89,16 @@ def test_groups_go_below_the_floor_and_are_left_out_where_memory_is_enough() -> 
         search.solve(MemoryLimit(search.floor_bytes - 1))
     both = search_with(planner, allow=["groups"], link=Link(1e12))
     assert both.floor_bytes <= search.floor_bytes
+
+
+def test_what_backward_makes_last_stays_where_it_is() -> None:
+    """Unlike a number that Python makes then, for each group."""
+    graph = step("adamw:foreach", None)
+    last = graph.backward_stop - 1
+    made = Storage(8, "temporary", last, last)
+    graph = replace(graph, storages=(*graph.storages, made))
+    found = with_grouped_update(graph, "1KiB", parse_bytes("1KiB"))
+    assert found.storages[len(graph.storages) - 1] == made
 
 
 def test_the_remedy_and_the_plan_name_the_same_groups_and_bytes() -> None:

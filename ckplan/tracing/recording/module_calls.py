@@ -138,9 +138,9 @@ class ModuleCalls:
             self._watch.arguments(args, kwargs)
             found = self._storages.numbers_made_in_step(flatten(args, kwargs)[0])
             self._recording.calls[self.current].given = tuple(dict.fromkeys(found))
-            given = (*args, *kwargs.values())
-            packed = any(isinstance(one, PackedSequence) for one in given)
-            if packed and isinstance(module, nn.RNNBase):
+            if isinstance(module, nn.RNNBase) and any(
+                isinstance(one, PackedSequence) for one in (*args, *kwargs.values())
+            ):
                 self._recording.changes.append((self.current, "shapes", _PACKED))
 
     def _leave(self, module: nn.Module, args: object, output: object) -> None:
