@@ -405,6 +405,24 @@ FAULTS = [
         MATCH,
     ),
     Fault(
+        "applying/guards/guards.py",
+        "if any(map(is_array, call.arguments)):",
+        "if False:",
+        MATCH,
+    ),
+    Fault(
+        "applying/tensors/numbers.py",
+        "return is_number(_kind_of(value))",
+        "return True",
+        MATCH,
+    ),
+    Fault(
+        "applying/tensors/numbers.py",
+        "return value.dtype.str, value.shape, found.digest()",
+        "return value.dtype.str, value.shape",
+        CALLS,
+    ),
+    Fault(
         "applying/tensors/matchers.py",
         'add(f"type({what}) is {self._name(kind)} and {what} == {literal}")',
         'add(f"{what} == {literal}")',

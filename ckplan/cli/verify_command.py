@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from ckplan.training.loading import WorkloadSpec
     from ckplan.training.remembered import Remembered
     from ckplan.verifying.dry_run import DryRun
+    from ckplan.verifying.outcome import AbstractOutcome
     from ckplan.verifying.verify import Verification
 
 
@@ -138,8 +139,8 @@ def verify(
     print_report(found.as_json() if as_json else shown)
     if calibrate and error is None and known is not None:
         error = _calibrate(found, known, device, loaded)
-    for call in found.regions_idle:
-        print_message(f"warning: the region {call} never ran")
+    for warning in _warnings(found):
+        print_message(f"warning: {warning}")
     if plot is not None:
         _save_timeline(plot, loaded.model or spec.name, found, known, loaded, force)
     if report is not None and known is not None:
@@ -303,6 +304,18 @@ def _real(
             progress=progress,
             **options,
         )
+
+
+def _warnings(found: AbstractOutcome) -> list[str]:
+    """What users should know of the plan's regions."""
+    recorded = ", ".join(found.regions_recorded)
+    anew = (
+        f"each step records the forwards of {recorded} anew, as they call torch "
+        "otherwise each time, or with what cannot be compared; `by: rerun` may be "
+        "faster"
+    )
+    idle = [f"the region {call} never ran" for call in found.regions_idle]
+    return [*idle, *([anew] if recorded else [])]
 
 
 def _report_and_error(

@@ -156,6 +156,7 @@ def _regions(found: AbstractOutcome) -> list[tuple[str, str]]:
         ("regions", ran),
         *(("never ran", call) for call in found.regions_idle),
         *(("kept all", call) for call in found.regions_kept),
+        *(("recorded anew", call) for call in found.regions_recorded),
         *(("not the plan's", difference) for difference in found.other),
     ]
 

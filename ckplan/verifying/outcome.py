@@ -27,6 +27,7 @@ class AbstractOutcome(ABC):
     regions_kept: tuple[
         str, ...
     ]  # regions that kept their tensors because their ops differed
+    regions_recorded: tuple[str, ...]  # regions that every forward records anew
     other: tuple[str, ...]  # differences between fingerprints of plan and workload
     notes: tuple[str, ...] = ()
     curves: Curves = field(default_factory=dict)  # live bytes over the steps
@@ -69,5 +70,6 @@ def outcome_fields(
         "regions_ran": len(regions) - len(idle),
         "regions_idle": idle,
         "regions_kept": tuple(r.call for r in regions if r.kept),
+        "regions_recorded": tuple(r.call for r in regions if r.always_recorded),
         "other": differences(plan.fingerprint, now) if plan else (),
     }

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -49,6 +50,21 @@ class Reading(nn.Module):
 
     def another_type_of_number(self, x: Any, h: Any, again: bool) -> Any:
         return h * (1.0 if again else 1)
+
+    def another_number_of_numpy(self, x: Any, h: Any, again: bool) -> Any:
+        return h * numpy.float64(2 + again)
+
+    def another_complex_number(self, x: Any, h: Any, again: bool) -> Any:
+        return (h * (1j + again)).abs()
+
+    def another_array_of_indices(self, x: Any, h: Any, again: bool) -> Any:
+        return h[numpy.array([0, 2 + again, 1, 1])]
+
+    def other_data(self, x: Any, h: Any, again: bool) -> Any:
+        return h * torch.tensor([1.0, 2.0 + again, 3.0, 4.0])
+
+    def data_in_another_array(self, x: Any, h: Any, again: bool) -> Any:
+        return h * torch.tensor(numpy.full(4, 2.0 + again, "f4"))
 
     def twice_the_same(self, x: Any, h: Any, again: bool) -> Any:
         one, two = HIDDEN["two"]

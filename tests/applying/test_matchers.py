@@ -54,6 +54,17 @@ GROUPS: tuple[tuple[Any, ...], ...] = (
     (torch.float32, torch.float64, "torch.float32", torch.strided, torch.sparse_coo),
     (torch.device("cpu"), torch.device("cpu", 0), torch.device("meta"), "cpu", ...),
     (torch.contiguous_format, torch.channels_last, torch.preserve_format),
+    (1j, -1j, complex(0.0, -0.0), 0j, complex(1), 1, complex(NAN, 1), (0.0, 1.0)),
+    (numpy.float64(2), numpy.float32(2), numpy.float16(2), 2.0, numpy.int64(2), 2),
+    (numpy.float64(NAN), NAN, numpy.float64(0.0), numpy.float64(-0.0), numpy.int8(0)),
+    (range(3), range(4), range(0), range(1, 3), [0, 1, 2], (0, 1, 2), 3),
+    (
+        numpy.ones(2),
+        numpy.zeros(2),
+        numpy.ones((2, 1)),
+        numpy.ones(2, "f4"),
+        [1.0, 1.0],
+    ),
 )
 
 
@@ -107,8 +118,22 @@ def test_places_and_keywords_count(first: Any, second: Any) -> None:
 
 
 def test_what_can_not_be_compared_never_matches() -> None:
-    for value in (object(), 1j, numpy.float32(1), Name("a"), {1: 2}, {True: 2}, {1, 2}):
+    objects = numpy.array([None]), numpy.array(["a"])
+    for value in (object(), Name("a"), {1: 2}, {True: 2}, {1, 2}, *objects):
         assert matches(((value,), {}), ((value,), {})) is None
+
+
+def test_data_that_a_tensor_is_made_of_is_never_a_tensor() -> None:
+    def takes(one: Any, other: Any) -> bool | None:
+        frozen = Slots(lambda tensor: None).freeze((one, 2), {}, makes_tensor=True)
+        return Matchers().make(frozen)((other, 2), {}, [], [], [], NothingIsMet())
+
+    data = (1, 0.5, 1j, [1, 2.0], ((1,), [2]), numpy.float32(1), numpy.ones(3), [])
+    for one in data:
+        assert all(takes(one, other) for other in data)
+        for other in (torch.ones(3), [torch.ones(())], (1, [torch.ones(1)]), "a", None):
+            assert not takes(one, other)
+    assert takes(torch.ones(3), 1) is False
 
 
 def test_a_number_that_only_nan_equals_is_compared_by_its_bits() -> None:
@@ -232,6 +257,33 @@ class Shifting(nn.Module):
             image = image.contiguous(memory_format=torch.channels_last)
         return self.conv(image).reshape(8, 8)
 
+    def another_number_of_numpy(self, h: Any, late: bool) -> Any:
+        return h * numpy.float64(3 if late else 2) / numpy.sqrt(8) + h.sum(
+            numpy.int64(late), keepdim=True
+        )
+
+    def another_complex_number(self, h: Any, late: bool) -> Any:
+        return (h * (2j if late else 1 + 2j)).abs().sin()
+
+    def another_range(self, h: Any, late: bool) -> Any:
+        return h[range(2 + late)].sin().sum(0) * h
+
+    def another_array_of_indices(self, h: Any, late: bool) -> Any:
+        return h[numpy.array([0, 2 + late, 1])].sin().sum(0) * h
+
+    def other_data(self, h: Any, late: bool) -> Any:
+        return h.sin() * torch.tensor([0.5 + late, 2.0]).repeat(4) * torch.tensor(late)
+
+    def data_of_another_shape(self, h: Any, late: bool) -> Any:
+        return h.sin() * torch.tensor([[0.5]] if late else 0.5)
+
+    def data_of_another_type(self, h: Any, late: bool) -> Any:
+        return h.sin() * torch.as_tensor(2 if late else 0.5)
+
+    def data_then_a_tensor(self, h: Any, late: bool) -> Any:
+        data = numpy.full((8, 8), 2.0, "f4")
+        return h.sin() * torch.as_tensor(h if late else data) * torch.tensor(data)
+
     def itself_returned(self, h: Any, late: bool) -> Any:
         y = h.t() if late else h
         return y.contiguous().sin() * y
@@ -276,6 +328,62 @@ def test_a_step_that_makes_another_call_is_right(kind: str, by: str) -> None:
     planned = copy.deepcopy(plain)
     applying.apply(planned, Plan(regions=(PlannedRegion(fqn, by=by),)))
     same_steps(plain, planned, change)
+
+
+def filled(h: torch.Tensor, value: Any) -> torch.Tensor:
+    h = h.sin()
+    h[h > 0] = value
+    return h
+
+
+ALIKE: dict[str, Callable[[Any, int], Any]] = {
+    "numbers of numpy": lambda h, step: h.view(numpy.int64(8), -1) / numpy.sqrt(8),
+    "complex numbers": lambda h, step: (h * (1 + 2j)).abs(),
+    "ranges": lambda h, step: h[range(3)],
+    "a number of numpy that fills": lambda h, step: filled(h, numpy.float64(0.5)),
+    "a number as a tensor": lambda h, step: h * torch.tensor(0.1 * step),
+    "a list as a tensor": lambda h, step: h * torch.tensor([1.0, step]).repeat(4),
+    "an array as a tensor": lambda h, step: (
+        h * torch.as_tensor(numpy.full(8, step, "f4"))
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", ALIKE)
+def test_forwards_that_differ_in_data_alone_repeat_the_first(kind: str) -> None:
+    class Model(Shifting):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = self.linear(x).sin()
+            return torch.tanh(ALIKE[kind](h, self.step).sin()).exp()
+
+    plain = Model("")
+    planned = copy.deepcopy(plain)
+    applying.apply(planned, WHOLE)
+    same_steps(plain, planned, lambda model, step: setattr(model, "step", step))
+    (region,) = applying.status(planned).regions
+    assert (region.runs, region.recorded) == (6, 1)
+    assert not region.always_recorded
+
+
+def test_indices_in_an_array_that_changes_later_are_not_those_of_before() -> None:
+    arrays = [numpy.array([0, 2, 1]) for _ in range(6)]
+
+    class Model(Shifting):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = torch.tanh(self.linear(x))
+            return h[arrays[self.step]].sin().exp()
+
+    plain = Model("")
+    planned = copy.deepcopy(plain)
+    applying.apply(planned, WHOLE)
+
+    def between(model: Any, step: int) -> None:
+        model.step = step
+        for array in arrays[:step]:
+            array[:] = 7
+
+    same_steps(plain, planned, between)
+    assert applying.status(planned).regions[0].always_recorded
 
 
 CHANGES: dict[str, Callable[[Any], object]] = {

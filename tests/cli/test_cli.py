@@ -429,6 +429,35 @@ def test_verify_compares_and_passes(run: Run, folder: Path) -> None:
     assert (ended.code, content["passed"], content["regions_ran"]) == (0, True, 1)
 
 
+def test_verify_names_regions_that_each_step_records_anew(
+    run: Run, folder: Path
+) -> None:
+    (folder / "drawing.py").write_text(DRAWING)
+    (folder / "plan.yaml").write_text(
+        "ckplan: 1\nregions: [{calls: '0'}, {calls: '1'}]\n"
+    )
+    ended = run("verify", "drawing.py", "plan.yaml", "--steps", "0", "--json")
+    assert ended.code == 0
+    assert json.loads(ended.out)["regions_recorded"] == ["1"]
+    assert "warning: each step records the forwards of 1 anew, as they" in ended.err
+    shown = run("verify", "drawing.py", "plan.yaml", "--steps", "0").out
+    assert "recorded anew  1\n" in shown
+
+
+DRAWING = """
+import torch
+from torch import nn
+
+class Noise(nn.Module):
+    def forward(self, x):
+        generator = torch.Generator().manual_seed(0)
+        return x + torch.randn(8, generator=generator)
+
+def build():
+    return nn.Sequential(nn.Linear(8, 8), Noise(), nn.Tanh()), torch.ones(4, 8)
+"""
+
+
 def test_a_profile_after_calibrate_has_the_costs_of_the_measured_step(
     run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -26,6 +26,7 @@ def verification(**changes: object) -> Verification:
         "regions_ran": 8,
         "regions_idle": (),
         "regions_kept": (),
+        "regions_recorded": (),
         "other": (),
         **changes,
     }

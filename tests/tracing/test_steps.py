@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -554,6 +555,29 @@ def test_what_cannot_be_measured_is_said_and_not_kept(
         monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     assert note_of(in_step(profiled, cache)).startswith(said)
     assert cache.path is not None and not cache.path.exists()
+
+
+class Counted(nn.GELU):
+    """Multiplies by a number that nothing tells."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * (1.0 + next(NUMBERS))
+
+
+NUMBERS = count()
+
+
+def test_steps_with_layers_that_are_recorded_anew_say_nothing_of_others(
+    cache: CostCache,
+) -> None:
+    def build() -> Workload:
+        layers = (nn.Sequential(nn.Linear(64, 64), Counted()) for _ in range(3))
+        return Workload(nn.Sequential(*layers), torch.ones(32, 64))
+
+    one = build()
+    graph = ckplan.profile(one.model, one.batch, replay=False, in_step=False)
+    found = with_seconds_in_step(graph, build, DEFAULT_TRAINING, cache, asked=True)
+    assert note_of(found) == "a layer calls torch otherwise in each step"
 
 
 def test_trial_plans_cover_the_layers_and_keep_what_is_dear(profiled: Graph) -> None:

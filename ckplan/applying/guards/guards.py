@@ -25,6 +25,7 @@ from ckplan.applying.recording.call_log import Call
 from ckplan.applying.recording.module_path import site_of
 from ckplan.applying.recording.recorder import Recorder
 from ckplan.applying.tensors.matchers import Matchers
+from ckplan.applying.tensors.numbers import is_array, is_number
 from ckplan.applying.tensors.retained import Retained
 from ckplan.encodings import BITS
 from ckplan.simulating.program import (
@@ -35,7 +36,6 @@ from ckplan.simulating.program import (
     compile_program,
 )
 
-_NUMBERS = (bool, int, float)
 _SCALINGS = ("div_", "mul_")
 _FEW_BYTES, _SMALL_SHARE = 4096, 250
 """Of values that are rebuilt though the plan keeps them: so many, or of what is dropped
@@ -191,14 +191,17 @@ def _constants(seen: Recorder, there: Collection[int]) -> dict[int, Retained]:
 def _tells(call: Call, constant: torch.Tensor) -> bool:
     """Whether the arguments of a call determine a tensor made of them.
 
-    The arguments of indexing do: it makes tensors of lists and of fill values.
+    The arguments of indexing do: it makes tensors of lists and of fill values. One made
+    of an array shares its bytes, which may change.
     """
     sets = call.func == torch.Tensor.__setitem__
     if not sets and call.func != torch.Tensor.__getitem__:
         return False
+    if any(map(is_array, call.arguments)):
+        return False
     if call.arguments.count(torch.Tensor) == 1:  # the one that is indexed
         return True
-    return sets and call.arguments[-2] in _NUMBERS and constant.dim() == 0
+    return sets and is_number(call.arguments[-2]) and constant.dim() == 0
 
 
 def _seen_from_calls(

@@ -29,6 +29,11 @@ class RegionStatus:
     dropped_bytes: int  # by its last run; 0 for re-runs, which do not count
     missing: tuple[str, ...]  # saves of the plan that named no op in its last run
 
+    @property
+    def always_recorded(self) -> bool:
+        """Whether no forward repeated an earlier one, though some followed."""
+        return self.recorded == self.runs > 1
+
 
 @dataclass(eq=False)
 class Choice:

@@ -25,6 +25,7 @@ from ckplan.applying.tensors.geometry import (
     UnknownArgumentError,
     geometry_of,
 )
+from ckplan.applying.tensors.numbers import makes_tensor
 from ckplan.applying.tensors.retained import tensors_in
 from ckplan.applying.tensors.storages import Storages
 
@@ -85,7 +86,9 @@ class CallLog(TorchFunctionMode):
             self.broken = True
             return func(*args, **kwargs)
         try:
-            arguments = self._slots.freeze(args, kwargs)
+            arguments = self._slots.freeze(
+                args, kwargs, makes_tensor=makes_tensor(func)
+            )
         except UnknownArgumentError:
             self.broken = True
             return func(*args, **kwargs)

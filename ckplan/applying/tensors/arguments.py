@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from ckplan.applying.tensors.geometry import KINDS, UnknownArgumentError
+from ckplan.applying.tensors.numbers import bits_of, is_data
 from ckplan.applying.tensors.sharing import PLAIN
 
 _ATTENTION = (
@@ -195,17 +196,31 @@ class Slots:
         self.writes: dict[int, int] = {}
         self._versions: list[int] = []  # of returned tensors when they were returned
 
-    def freeze(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    def freeze(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        makes_tensor: bool = False,
+    ) -> tuple[Any, ...]:
         """The arguments of a call in a form that can be compared.
 
         The form is flat, since every call of every forward needs one: a container
         gives its type and length, then its items.
+
+        Args:
+            args: Positional arguments.
+            kwargs: Keyword arguments.
+            makes_tensor: Whether the first one, if it is data, may be any data.
 
         Raises:
             UnknownArgumentError: An argument cannot be compared.
         """
         self.writes = {}
         found: list[Any] = [len(args)]
+        if makes_tensor and args and is_data(args[0]):
+            found.append(is_data)
+            args = args[1:]
         self._freeze(args, found)
         if kwargs:
             found += kwargs
@@ -233,7 +248,10 @@ class Slots:
             elif isinstance(value, enum.Enum):
                 found += kind, value
             else:
-                raise UnknownArgumentError
+                bits = bits_of(value)
+                if bits is None:
+                    raise UnknownArgumentError
+                found += kind, bits
 
     def returned(self, value: Any) -> None:
         """Number the tensors that a function returned."""

@@ -8,6 +8,7 @@ Layers that are alike share their code.
 from __future__ import annotations
 
 import builtins
+import enum
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
@@ -16,6 +17,8 @@ from weakref import ref
 import torch
 
 from ckplan.applying.tensors.generated import generate
+from ckplan.applying.tensors.numbers import bits_of, is_data
+from ckplan.applying.tensors.sharing import PLAIN
 
 _GLOBALS: dict[str, Any] = {"__builtins__": builtins}
 _MANY = 16  # numbers in a row that are tested all at once
@@ -126,6 +129,11 @@ class _Writer:
             self._test_float(what, next(self.frozen))
         elif kind in _SAME:
             add(f"{what} is {next(self.frozen)!r}")
+        elif kind is is_data:
+            add(f"{self._name(is_data)}({what})")
+        elif kind not in PLAIN and not issubclass(kind, enum.Enum):
+            bits, same = self._name(bits_of), self._name(next(self.frozen))
+            add(f"type({what}) is {self._name(kind)} and {bits}({what}) == {same}")
         else:
             value = next(self.frozen)
             literal = repr(value) if kind in (int, str) else self._name(value)

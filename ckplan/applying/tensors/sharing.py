@@ -18,7 +18,9 @@ import torch
 PLAIN = frozenset(
     {
         bool,
+        bytes,
         int,
+        range,
         str,
         type(None),
         type(...),
@@ -28,7 +30,7 @@ PLAIN = frozenset(
         torch.memory_format,
     }
 )
-"""Types of values that are equal only if they are the same."""
+"""Types of values that are equal only if they are the same, item by item."""
 
 _T = TypeVar("_T")
 _IN_SETS = {int, str, type}

@@ -2,10 +2,9 @@
 
 Three steps run in turns in this process: unplanned; with every layer as a program that
 keeps nothing; and with programs that keep what is dear to recompute. Each has its own
-model and optimizer. What they take fits the costs of the graph (``in_step.py``). Rounds
-end when they say enough. With one thread, seconds are CPU seconds of the process, of
-which other programs take none. With several, they are seconds of the wall, and a busy
-machine is refused.
+model and optimizer. What they take fits the costs of the graph (``in_step.py``). With
+one thread, seconds are CPU seconds of the process, of which other programs take none.
+With several, they are seconds of the wall, and a busy machine is refused.
 """
 
 from __future__ import annotations
@@ -188,8 +187,8 @@ def _check_worth(graph: Graph, training: Training, num_plans: int, asked: bool) 
         )
     if training.predicted_only:
         raise NotMeasuredError(f"{training.optimizer} cannot train")
-    steps = _SLOWER_WARM * _WARM_STEPS + _LEAST_ROUNDS
-    seconds = (1 + num_plans) * steps * graph.step_seconds
+    steps = (1 + num_plans) * (_SLOWER_WARM * _WARM_STEPS + _LEAST_ROUNDS)
+    seconds = steps * graph.step_seconds
     if not asked and graph.step_seconds < SHORTEST_SECONDS:
         raise NotMeasuredError("the step is short")
     if not asked and seconds > LONGEST_SECONDS:
@@ -216,8 +215,13 @@ def _begin(
     step = make_step(workload, training)
     for _ in range(_WARM_STEPS):
         step.run()
-    if regions and any(not one.runs for one in status(workload.model).regions):
+    there = status(workload.model).regions if regions else ()
+    if any(not one.runs for one in there):
         raise NotMeasuredError("a layer runs otherwise than in the trace")
+    simulator = Simulator(graph)
+    varying = sum(simulator.view(one.call, one.last).varies for one in regions)
+    if sum(one.always_recorded for one in there) > varying:
+        raise NotMeasuredError("a layer calls torch otherwise in each step")
     return _Way(regions, step)
 
 
@@ -255,8 +259,7 @@ def _overhead(number: int, rounds: Sequence[_Round]) -> float:
 def _added(number: int, rounds: Sequence[_Round]) -> float:
     """Seconds of forward and backward that one of the plans adds."""
     unplanned, planned = (
-        undisturbed([one[way][0] + one[way][1] for one in rounds])
-        for way in (0, number)
+        undisturbed([sum(one[way][:2]) for one in rounds]) for way in (0, number)
     )
     return planned - unplanned
 
@@ -289,10 +292,8 @@ def _judged(
     ops: Sequence[OpSeconds],
 ) -> StepCosts:
     """Fit the costs, if the rounds agree with each other."""
-    phases = zip(*(one[0] for one in rounds), strict=True)
-    known = StepCosts(
-        StepSeconds(*map(undisturbed, phases)), graph.engine, factors_of(graph, ops[0])
-    )
+    phases = map(undisturbed, zip(*(one[0] for one in rounds), strict=True))
+    known = StepCosts(StepSeconds(*phases), graph.engine, factors_of(graph, ops[0]))
     simulator, plans = Simulator(with_step_costs(graph, known)), []
     step = undisturbed([sum(one[0]) for one in rounds])
     for number, regions in enumerate(trials, 1):

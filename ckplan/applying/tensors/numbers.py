@@ -1,0 +1,61 @@
+"""Numbers and arrays that functions of torch take, Python's and NumPy's.
+
+NumPy is not imported: where nobody did, there is none of them.
+"""
+
+from __future__ import annotations
+
+import sys
+from hashlib import blake2b
+from typing import Any
+
+import torch
+
+_NUMBERS = (bool, int, float, complex)
+_MAKERS = (torch.tensor, torch.as_tensor, torch.asarray)
+
+
+def makes_tensor(func: Any) -> bool:
+    """Whether a function makes a tensor of data, which each forward retains anew."""
+    return func in _MAKERS
+
+
+def is_data(value: Any) -> bool:
+    """Whether a value is made of numbers and arrays, without tensors."""
+    if isinstance(value, (list, tuple)):
+        return all(map(is_data, value))
+    return is_number(_kind_of(value))
+
+
+def bits_of(value: Any) -> Any:
+    """What tells a complex number, or one or many of NumPy's, from others of its type.
+
+    None for values of other types.
+    """
+    if type(value) is complex:
+        return value.real.hex(), value.imag.hex()
+    if not is_number(_kind_of(value)):
+        return None
+    found = blake2b(value.tobytes(), digest_size=16)
+    return value.dtype.str, value.shape, found.digest()
+
+
+def is_number(kind: Any) -> bool:
+    """Whether a type is one of Python's numbers, or of NumPy's."""
+    if kind in _NUMBERS:
+        return True
+    numpy = sys.modules.get("numpy")
+    if numpy is None or not isinstance(kind, type):
+        return False
+    return issubclass(kind, (numpy.number, numpy.bool_))
+
+
+def is_array(kind: Any) -> bool:
+    """Whether a type is that of NumPy's arrays."""
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and kind is numpy.ndarray
+
+
+def _kind_of(value: Any) -> Any:
+    """The type of a value, or of the items of an array."""
+    return value.dtype.type if is_array(type(value)) else type(value)
