@@ -70,6 +70,6 @@ def outcome_fields(
         "regions_ran": len(regions) - len(idle),
         "regions_idle": idle,
         "regions_kept": tuple(r.call for r in regions if r.kept),
-        "regions_recorded": tuple(r.call for r in regions if r.always_recorded),
+        "regions_recorded": tuple(r.call for r in regions if not r.repeatable),
         "other": differences(plan.fingerprint, now) if plan else (),
     }

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.utils.parametrizations import spectral_norm
 
 from ckplan import applying
 from ckplan.applying.tensors.arguments import Slots
@@ -336,10 +337,15 @@ def filled(h: torch.Tensor, value: Any) -> torch.Tensor:
     return h
 
 
+def classes(step: torch.Tensor) -> torch.Tensor:
+    return functional.one_hot(torch.arange(8) + step, 16)[:, :8].float()
+
+
 ALIKE: dict[str, Callable[[Any, int], Any]] = {
     "numbers of numpy": lambda h, step: h.view(numpy.int64(8), -1) / numpy.sqrt(8),
     "complex numbers": lambda h, step: (h * (1 + 2j)).abs(),
     "ranges": lambda h, step: h[range(3)],
+    "classes": lambda h, step: h @ classes(torch.tensor(step)),
     "a number of numpy that fills": lambda h, step: filled(h, numpy.float64(0.5)),
     "a number as a tensor": lambda h, step: h * torch.tensor(0.1 * step),
     "a list as a tensor": lambda h, step: h * torch.tensor([1.0, step]).repeat(4),
@@ -362,7 +368,73 @@ def test_forwards_that_differ_in_data_alone_repeat_the_first(kind: str) -> None:
     same_steps(plain, planned, lambda model, step: setattr(model, "step", step))
     (region,) = applying.status(planned).regions
     assert (region.runs, region.recorded) == (6, 1)
-    assert not region.always_recorded
+    assert region.repeatable
+
+
+class Averaging(nn.Module):
+    """Moves a mean on, and subtracts it."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("mean", torch.randn(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.linear(x).sin()
+        return torch.tanh(getattr(self, self.kind)(h)).exp()
+
+    def move(self, h: torch.Tensor) -> None:
+        with torch.no_grad():
+            self.mean.mul_(0.9).add_(h.mean(0), alpha=0.1)
+
+    def once(self, h: torch.Tensor) -> torch.Tensor:
+        self.move(h)
+        return (h - self.mean).sin()
+
+    def by_a_view(self, h: torch.Tensor) -> torch.Tensor:
+        self.move(h)
+        return (h[:, :4] - self.mean[2:6]).sin() * self.mean[:4]
+
+    def through_a_view(self, h: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.mean[2:6].add_(h.mean(0)[:4])
+        return (h - self.mean).sin()
+
+    def read_alone_before(self, h: torch.Tensor) -> torch.Tensor:
+        scale = float(self.mean.shape[0])
+        self.move(h * scale)
+        return (h - self.mean).sin()
+
+
+@pytest.mark.parametrize("kind", ["once", "by_a_view", "read_alone_before"])
+def test_what_forward_makes_of_a_buffer_is_held_by_those_that_repeat_it(
+    kind: str,
+) -> None:
+    assert averaged(kind).recorded == 1
+
+
+def test_what_is_written_through_a_view_is_right() -> None:
+    averaged("through_a_view")
+
+
+def averaged(kind: str) -> applying.RegionStatus:
+    plain = Averaging(kind)
+    planned = copy.deepcopy(plain)
+    applying.apply(planned, WHOLE)
+    same_steps(plain, planned, lambda model, step: None)
+    assert torch.equal(plain.mean, planned.mean)
+    (region,) = applying.status(planned).regions
+    return region
+
+
+def test_spectral_norms_are_recorded_once() -> None:
+    layer = spectral_norm(nn.Linear(8, 8))
+    plain = nn.Sequential(layer, nn.Tanh(), nn.Linear(8, 8))
+    planned = copy.deepcopy(plain)
+    applying.apply(planned, Plan(regions=(PlannedRegion("0"), PlannedRegion("1"))))
+    same_steps(plain, planned, lambda model, step: None)
+    assert [one.recorded for one in applying.status(planned).regions] == [1, 1]
 
 
 def test_indices_in_an_array_that_changes_later_are_not_those_of_before() -> None:
@@ -383,7 +455,7 @@ def test_indices_in_an_array_that_changes_later_are_not_those_of_before() -> Non
             array[:] = 7
 
     same_steps(plain, planned, between)
-    assert applying.status(planned).regions[0].always_recorded
+    assert not applying.status(planned).regions[0].repeatable
 
 
 CHANGES: dict[str, Callable[[Any], object]] = {

@@ -567,6 +567,30 @@ class Counted(nn.GELU):
 NUMBERS = count()
 
 
+class Filling(nn.GELU):
+    """Multiplies by another number in its first forward than in those after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.known: list[float] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if len(self.known) < 2:
+            self.known.append(0.5)
+        return super().forward(x) * sum(self.known)
+
+
+def test_steps_of_layers_that_fill_caches_are_measured(cache: CostCache) -> None:
+    def build() -> Workload:
+        layers = (nn.Sequential(nn.Linear(64, 64), Filling()) for _ in range(3))
+        return Workload(nn.Sequential(*layers), torch.ones(32, 64))
+
+    one = build()
+    graph = ckplan.profile(one.model, one.batch, replay=False, in_step=False)
+    found = with_seconds_in_step(graph, build, DEFAULT_TRAINING, cache, asked=True)
+    assert NOTE_IN_STEP in found.notes
+
+
 def test_steps_with_layers_that_are_recorded_anew_say_nothing_of_others(
     cache: CostCache,
 ) -> None:

@@ -104,7 +104,7 @@ def apply(model, plan, spill=None):
 def status(model):
     regions = [("linear#0", 2), ("norm#0", 0)]
     return types.SimpleNamespace(
-        regions=[types.SimpleNamespace(call=c, runs=n, kept=0, always_recorded=False)
+        regions=[types.SimpleNamespace(call=c, runs=n, kept=0, repeatable=True)
             for c, n in regions],
         spilled_bytes=0,
         host_bytes=0,

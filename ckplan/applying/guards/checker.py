@@ -26,7 +26,7 @@ from ckplan.applying.recording.module_path import ModulePath
 from ckplan.applying.recording.op_keys import OpKey, Saves
 from ckplan.applying.recording.recorder import Recorder, otherwise_saved
 from ckplan.applying.recording.saved_tensors import Dropped, Handle, unpack
-from ckplan.applying.tensors.arguments import is_query, moves
+from ckplan.applying.tensors.arguments import is_query
 from ckplan.applying.tensors.compiled import is_within_compiled, still_uncompiled
 from ckplan.applying.tensors.expected_calls import ExpectedCalls
 from ckplan.applying.tensors.kept import Kept, keep
@@ -182,9 +182,8 @@ class GuardChecker(ExpectedCalls[CallGuard]):
         alone = torch._C._len_torch_dispatch_stack() == self._num_modes
         alone &= not is_within_compiled()
         alone &= call is None or not call.finds_written(self.made, self.versions)
-        moved = any(moves(other.func) for other in self.expected.calls)
         rerecorder = self._rerecord_from(self._place(call))
-        if as_expected and alone and not moved:
+        if as_expected and alone:
             rerecorder.go_on()
         else:
             self.kept = True

@@ -28,11 +28,7 @@ class RegionStatus:
     kept: int  # those that missed too late, and kept the rest
     dropped_bytes: int  # by its last run; 0 for re-runs, which do not count
     missing: tuple[str, ...]  # saves of the plan that named no op in its last run
-
-    @property
-    def always_recorded(self) -> bool:
-        """Whether no forward repeated an earlier one, though some followed."""
-        return self.recorded == self.runs > 1
+    repeatable: bool = True  # False: each forward is recorded op by op
 
 
 @dataclass(eq=False)
@@ -50,6 +46,7 @@ class Choice:
     kept: int = 0
     dropped_bytes: int = 0
     missing: tuple[str, ...] = ()
+    repeatable: bool = True  # whether others may repeat the last one recorded whole
     programs: ProgramCache = field(default_factory=ProgramCache)
     inner: list[Choice] = field(default_factory=list)
     mover: Mover = field(default_factory=partial(Mover, None))
@@ -116,10 +113,12 @@ class Choice:
             self.recorded += 1
             self.dropped_bytes = recorder.packing.dropped_bytes
             self.missing = (*self.missing_of(recorder.names.found), *missing)
+            program = make_guards(recorder) if learn else None
             if learn:
-                kind.learn(make_guards(recorder))
+                kind.learn(program)
         region.release()
         if isinstance(region, Recorder):
+            self.repeatable = program is not None or not learn
             return
         if region.guards_hold:
             self.dropped_bytes = region.expected.dropped_bytes
@@ -148,6 +147,7 @@ class Choice:
             kept=self.kept,
             dropped_bytes=self.dropped_bytes,
             missing=self.missing,
+            repeatable=self.repeatable,
         )
 
     @cached_property

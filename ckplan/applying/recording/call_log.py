@@ -16,6 +16,8 @@ from ckplan.applying.tensors.arguments import (
     Slots,
     hands_out,
     is_query,
+    moves,
+    only_checks,
     reads_sizes,
     storage_of,
     switches,
@@ -33,7 +35,7 @@ from ckplan.applying.tensors.storages import Storages
 class Returned(NamedTuple):
     """A tensor that a call returned."""
 
-    value: int = -1  # if the region made it
+    value: int = -1  # if the region made or wrote it
     geometry: Geometry | None = None
     unread: StorageWeakRef | None = None  # its storage, if no op has seen that
 
@@ -80,6 +82,8 @@ class CallLog(TorchFunctionMode):
         kwargs = kwargs or {}
         if hands_out(func) and isinstance(args[0], torch.Tensor):
             self._storages.hand_out(args[0])
+        if moves(func):
+            self.leave(*args)
         if self.broken or self._is_paused or is_query(func):
             return func(*args, **kwargs)
         if reads_sizes(func, args):
@@ -106,7 +110,9 @@ class CallLog(TorchFunctionMode):
             self.current = -1
         self._slots.returned(out)
         tensors = tensors_in(out)
-        self.broken |= self.read and bool(tensors)
+        self.broken |= (
+            self.read and bool(tensors) and not only_checks(func, args, kwargs)
+        )
         call.packed_after = len(self._packing.packed)
         call.returned = [self._describe(tensor) for tensor in tensors]
         call.numbers = [self._slots.number_of(tensor) for tensor in tensors]
@@ -117,6 +123,14 @@ class CallLog(TorchFunctionMode):
                 self.made.append(one.value)
         self.calls.append(call)
         return out
+
+    def leave(self, tensor: torch.Tensor, other: object = None) -> None:
+        """Note that a tensor is about to be given the bytes of another.
+
+        No guard of a later forward knows which bytes it has.
+        """
+        self.broken = True
+        self._storages.leave(tensor, other)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -139,4 +153,4 @@ class CallLog(TorchFunctionMode):
             return Returned()
         if storage._cdata not in self._storages.numbers:
             return Returned(-1, geometry, StorageWeakRef(storage))
-        return Returned(self._storages.value_inside(tensor), geometry)
+        return Returned(self._storages.value_made(tensor), geometry)

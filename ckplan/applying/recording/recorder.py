@@ -83,9 +83,7 @@ class Recorder(TorchDispatchMode):
         self.open_inner = [0]  # inner regions that run now, counted from 1
         self.steps: dict[int, Step] = {}
         self.states: dict[int, torch.Tensor] = {}
-        self.statistics: dict[
-            int, int
-        ] = {}  # running statistics -> step that reads them
+        self.statistics: dict[int, int] = {}  # those running -> step that reads them
         self.encoded: dict[int, Form] = {}  # value -> its other form
         self.storages = Storages(name)
         self.packing = Packing(name, self.storages, checks_digest=checks_digest)
@@ -194,16 +192,17 @@ class Recorder(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         traits = traits_of(func)
-        if traits.makes_nothing:
-            return func(*args, **(kwargs or {}))
         kwargs = kwargs or {}
+        if traits.makes_nothing:
+            return self._pass(func, args, kwargs)
         self._look_at_values(func, traits, args)
         storages, fresh = self.storages, self.packing.begin_op()
-        reads: list[int] = []
-        refs = [self._take(x, reads) for x in args]
-        named = {key: self._take(x, reads) for key, x in kwargs.items()}
-        given = tensors_in([*args, *kwargs.values()])
-        self._retain_written([] if traits.batch_norm else given)
+        given: list[tuple[torch.Tensor, int]] = []
+        refs = [self._take(x, given) for x in args]
+        named = {key: self._take(x, given) for key, x in kwargs.items()}
+        reads = [storages.flow.storage_of[value] for _, value in given]
+        read = [] if traits.batch_norm else given
+        self.log.broken |= storages.retain_written(read, self.encoded)
         random = traits.may_draw and draws(func, args, kwargs)
         generator = kwargs.get("generator") if random else None
         device = device_of_draw(args, kwargs)
@@ -213,7 +212,7 @@ class Recorder(TorchDispatchMode):
         known = len(storages.num_bytes)
         outputs = [storages.number(tensor, inside=True) for tensor in returned]
         writes = self._written(traits, args, kwargs) if traits.writes else []
-        moved = given if traits.collective else []
+        moved = [tensor for tensor, _ in given] if traits.collective else []
         writes += dict.fromkeys(map(storages.number, moved))
         if len(storages.num_bytes) > known or writes:
             if traits.batch_norm:
@@ -283,19 +282,20 @@ class Recorder(TorchDispatchMode):
         if not traits.name.endswith("_"):
             self.packing.fill(fresh, overwrites)
 
-    def _retain_written(self, read: list[torch.Tensor]) -> None:
-        """Retain what an op reads of what the region wrote outside, if not encoded."""
-        others = (one for one in read if self.storages.value(one) not in self.encoded)
-        self.log.broken |= self.storages.retain_written(others)
+    def _pass(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an op that makes nothing."""
+        if func.overloadpacket is torch.ops.aten.set_:
+            self.log.leave(*args[:2])
+        return func(*args, **kwargs)
 
-    def _take(self, argument: Any, reads: list[int]) -> Any:
-        """An argument as a step keeps it, its storages added to what the op reads."""
+    def _take(self, argument: Any, given: list[tuple[torch.Tensor, int]]) -> Any:
+        """An argument as a step keeps it; its tensors are added, with their values."""
         if isinstance(argument, torch.Tensor):
             value = self.storages.value(argument)
-            reads.append(self.storages.flow.storage_of[value])
+            given.append((argument, value))
             return ref_of(argument, value)
         if isinstance(argument, (list, tuple)):
-            return [self._take(item, reads) for item in argument]
+            return [self._take(item, given) for item in argument]
         return argument
 
     def _written(

@@ -18,6 +18,7 @@ from ckplan.applying.rebuilding.digest import holds_same
 from ckplan.applying.tensors.arguments import (
     Slots,
     is_query,
+    moves,
     switches,
     version_of,
 )
@@ -106,6 +107,7 @@ class CallCheck(ExpectedCalls[KnownCall]):
         super().__init__(() if known is None else known.calls)
         self.generators: list[tuple[torch.Generator, torch.Tensor]] = []
         self.different = ""  # the first call that differs
+        self.moved: list[weakref.ref[torch.Tensor]] = []  # were given other bytes
         self.stopped = False
         self.known: KnownCalls | None = known
         self.digests: Sequence[int] = [] if known is None else known.digests
@@ -218,6 +220,9 @@ class CallCheck(ExpectedCalls[KnownCall]):
         arguments = self._follow(slots, func, args, kwargs, now)
         if self.different:
             raise DifferentError(self.different)
+        if moves(func) and slots.number_of(args[0]) < 0:
+            self._learned = None  # so that each forward comes by here
+            self.moved.append(weakref.ref(args[0]))
         out = func(*args, **kwargs)
         slots.returned(out)
         if self._learned is not None:

@@ -117,6 +117,10 @@ class Rerun:
         """
         self._check_unchanged()
         snapshot, first = self._snapshot, self._calls
+        put_back = {id(buffer) for buffer, _, _ in snapshot.contents}
+        state = put_back | {id(buffer) for buffer, _, _ in self._buffers}
+        if any(id(one()) not in state for one in first.moved):
+            raise self._changed("it gives a parameter or an input other data")
         drawn = [source for source, _ in snapshot.random]
         drawn += [source_of(generator) for generator, _ in first.generators]
         self._modules.look()
@@ -124,7 +128,6 @@ class Rerun:
         snapshot.restore(now)
         for generator, state in first.generators:
             generator.set_state(state)
-        put_back = {id(buffer) for buffer, _, _ in snapshot.contents}
         calls = CallCheck(first.memory, first, put_back)
         args, kwargs = self._put_together(self._inputs)
         try:

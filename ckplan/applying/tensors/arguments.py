@@ -85,6 +85,13 @@ _WITH_SIZES = frozenset(  # in their second argument, of packed sequences for mo
 )
 
 
+def only_checks(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether numbers that a function reads from tensors decide only if it fails."""
+    if func is not torch.nn.functional.one_hot:
+        return False
+    return kwargs.get("num_classes", args[1] if len(args) > 1 else -1) >= 0
+
+
 def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage:
     """The storage of a tensor.
 
@@ -124,10 +131,12 @@ def hands_out(func: Any) -> bool:
 
 
 def moves(func: Any) -> bool:
-    """Whether a function moves a tensor to the storage of another."""
-    name = getattr(func, "__name__", "")
+    """Whether a function gives a tensor the bytes of another (``data``).
+
+    No function mode sees ``set_``, which is an op.
+    """
     of = getattr(getattr(func, "__self__", None), "__name__", "")
-    return name == "set_" or (name == "__set__" and of == "data")
+    return getattr(func, "__name__", "") == "__set__" and of == "data"
 
 
 def reads_sizes(func: Any, args: tuple[Any, ...]) -> bool:

@@ -19,7 +19,7 @@ class OpTraits(NamedTuple):
     """Facts of an op that no argument changes."""
 
     name: str
-    makes_nothing: bool  # a view, or only asks, perhaps while torch holds a lock
+    makes_nothing: bool  # a view, others' bytes, or only asks, perhaps under a lock
     writes: tuple[tuple[int, str], ...]  # arguments changed in place
     may_draw: bool
     batch_norm: bool
@@ -40,7 +40,7 @@ def traits_of(func: Any) -> OpTraits:
     name = func.overloadpacket.__name__
     return OpTraits(
         name=name,
-        makes_nothing=func.is_view or func.namespace == "prim",
+        makes_nothing=func.is_view or func.namespace == "prim" or name == "set_",
         writes=writes,
         may_draw=may_draw(func),
         batch_norm=name in BATCH_NORMS,

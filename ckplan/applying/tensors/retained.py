@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -42,6 +42,14 @@ class Retained:
     tensor: torch.Tensor
     version: int
     place: Place  # during forward
+    # Of its storage; 0 for parameters, which frameworks give other storages as they
+    # gather them.
+    address: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Note which storage it has."""
+        is_parameter = type(self.tensor) is torch.nn.Parameter
+        self.address = 0 if is_parameter else self.tensor.untyped_storage()._cdata
 
     def settle(self) -> None:
         """Fix the version that later uses must find.
@@ -50,6 +58,12 @@ class Retained:
         """
         self.tensor = bare(self.tensor)
         self.version = version_of(self.tensor)
+
+    def stay(self) -> None:
+        """Stay with the bytes of its tensor, which is about to be given others."""
+        if version_of(self.tensor) == self.version:
+            self.tensor = self.tensor.data
+            self.version = version_of(self.tensor)
 
     def moved(self, region: str) -> int:
         """Change of its offset in the storage since forward, in elements; mostly 0.
@@ -66,6 +80,13 @@ class Retained:
                 f"{version_of(tensor)} now)",
                 needed="parameters and inputs that do not change until backward",
                 hint="update parameters after backward, or leave this call out",
+            )
+        if self.address and tensor.untyped_storage()._cdata != self.address:
+            raise ApplyError(
+                f"cannot rebuild {region}: a tensor of shape {tuple(tensor.shape)} "
+                "that it reads was given other data after its forward",
+                needed="buffers and inputs that do not change until backward",
+                hint="change them after backward, or leave this call out",
             )
         if tensor.size() != size:  # DeepSpeed frees a parameter's data
             raise _not_gathered(region, size)

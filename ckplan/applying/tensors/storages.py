@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from weakref import ref
 
 import torch
@@ -72,27 +72,44 @@ class Storages:
             self._written_by[number] = ref(_owner_of(tensor))
         return number
 
-    def retain_written(self, tensors: Iterable[torch.Tensor]) -> bool:
+    def retain_written(
+        self, read: Iterable[tuple[torch.Tensor, int]], encoded: Container[int]
+    ) -> bool:
         """Retain what the region wrote to tensors from outside, where it stays.
 
         So it need not be rebuilt, from content that is gone. What was written through
         another tensor, such as its ``data``, has no version of its own to check in
         backward: of that a copy is retained.
 
+        Args:
+            read: What an op reads: tensors and their values.
+            encoded: Values that are held in another form.
+
         Returns:
             Whether something was copied.
         """
         copied = False
-        for tensor in tensors:
-            value = self.value(tensor)
+        for tensor, value in read:
             number = self.flow.storage_of[value]
             outside = number not in self.inside and value not in self.retained
+            outside &= value not in encoded
             if outside and self.flow.maker_of[value] != EXTERNAL:
                 by = self._written_by.get(number)
                 tracked = by is not None and by() is _owner_of(tensor)
                 self.retained[value] = (retain if tracked else retain_copy)(tensor)
                 copied |= not tracked
         return copied
+
+    def leave(self, tensor: torch.Tensor, other: object) -> None:
+        """Note that a tensor is about to be given the bytes of another.
+
+        One of another size frees or gathers it: it is checked for in backward.
+        """
+        if isinstance(other, torch.Tensor) and other.shape != tensor.shape:
+            return
+        for one in self.retained.values():
+            if one.tensor is tensor:
+                one.stay()
 
     def value_inside(self, tensor: torch.Tensor) -> int:
         """The value of a tensor that the region made; -1 for another."""
@@ -101,6 +118,12 @@ class Storages:
         except UnknownArgumentError:
             return -1
         return self.flow.value(number) if number in self.inside else -1
+
+    def value_made(self, tensor: torch.Tensor) -> int:
+        """The value of a tensor that the region made or wrote; -1 for another."""
+        number = self.numbers.get(storage_of(tensor)._cdata, -1)
+        value = self.flow.current.get(number, -1)
+        return -1 if value < 0 or self.flow.maker_of[value] == EXTERNAL else value
 
     def hand_out(self, tensor: torch.Tensor) -> None:
         """Note that code outside torch may write a tensor's bytes."""

@@ -29,6 +29,7 @@ from ckplan.simulating.simulate import Simulator
 from ckplan.tracing.costs.calibrate import Progress
 from ckplan.tracing.costs.cost_cache import CostCache
 from ckplan.tracing.costs.spread import machine_load, standard_error, undisturbed
+from ckplan.tracing.steps.first_steps import WARM_STEPS, take_first_steps
 from ckplan.tracing.steps.fitting import Added, fit
 from ckplan.tracing.steps.in_step import (
     StepCosts,
@@ -58,7 +59,6 @@ LONGEST_SECONDS = 5.0  # of all steps together, unless asked
 MOST_ERROR = 0.05  # standard error of an overhead, as a fraction of the step
 MOST_RELATIVE_ERROR = 0.1  # of the overhead itself, if that is more
 _ENOUGH = 0.003  # a standard error that needs no more rounds
-_WARM_STEPS = 2  # the first one is recorded
 _LEAST_ROUNDS = 3
 _UNPLANNED_ROUNDS = 10
 _LOOK_EVERY = 5  # rounds
@@ -187,7 +187,7 @@ def _check_worth(graph: Graph, training: Training, num_plans: int, asked: bool) 
         )
     if training.predicted_only:
         raise NotMeasuredError(f"{training.optimizer} cannot train")
-    steps = (1 + num_plans) * (_SLOWER_WARM * _WARM_STEPS + _LEAST_ROUNDS)
+    steps = (1 + num_plans) * (_SLOWER_WARM * WARM_STEPS + _LEAST_ROUNDS)
     seconds = steps * graph.step_seconds
     if not asked and graph.step_seconds < SHORTEST_SECONDS:
         raise NotMeasuredError("the step is short")
@@ -212,16 +212,13 @@ def _begin(
     workload = build()
     if regions:
         apply(workload.model, Plan(regions=describe(graph, regions)))
-    step = make_step(workload, training)
-    for _ in range(_WARM_STEPS):
-        step.run()
-    there = status(workload.model).regions if regions else ()
-    if any(not one.runs for one in there):
-        raise NotMeasuredError("a layer runs otherwise than in the trace")
-    simulator = Simulator(graph)
-    varying = sum(simulator.view(one.call, one.last).varies for one in regions)
-    if sum(one.always_recorded for one in there) > varying:
+    step, simulator = make_step(workload, training), Simulator(graph)
+    views = [simulator.view(one.call, one.last) for one in regions]
+    expected = graph.num_batches * sum(view.varies for view in views)
+    if take_first_steps(step, workload.model if regions else None, expected):
         raise NotMeasuredError("a layer calls torch otherwise in each step")
+    if regions and any(not one.runs for one in status(workload.model).regions):
+        raise NotMeasuredError("a layer runs otherwise than in the trace")
     return _Way(regions, step)
 
 
