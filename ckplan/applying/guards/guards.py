@@ -51,6 +51,8 @@ def make_guards(seen: Recorder) -> GuardedProgram | None:
     flow = storages.flow
     if log.broken or -1 in seen.call_of:
         return None
+    if any(one.address in storages.shared for one in storages.retained.values()):
+        return None
     made_by = enumerate(flow.maker_of)
     value_of = {flow.storage_of[v]: v for v, maker in made_by if maker == EXTERNAL}
     numbers = [

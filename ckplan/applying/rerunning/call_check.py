@@ -9,20 +9,23 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
 from ckplan.applying.rebuilding.digest import holds_same
+from ckplan.applying.rerunning.unseen_writes import UnseenWrites
 from ckplan.applying.tensors.arguments import (
     Slots,
     is_query,
-    moves,
+    storage_of,
     switches,
     version_of,
 )
 from ckplan.applying.tensors.expected_calls import ExpectedCall, ExpectedCalls
+from ckplan.applying.tensors.foreign import digest_of_foreign
 from ckplan.applying.tensors.geometry import (
     Geometry,
     GeometryCheck,
@@ -107,7 +110,8 @@ class CallCheck(ExpectedCalls[KnownCall]):
         super().__init__(() if known is None else known.calls)
         self.generators: list[tuple[torch.Generator, torch.Tensor]] = []
         self.different = ""  # the first call that differs
-        self.moved: list[weakref.ref[torch.Tensor]] = []  # were given other bytes
+        self.unseen = UnseenWrites()
+        self.foreign: dict[int, bytes] = {}  # met tensor -> digest of its bytes
         self.stopped = False
         self.known: KnownCalls | None = known
         self.digests: Sequence[int] = [] if known is None else known.digests
@@ -161,10 +165,6 @@ class CallCheck(ExpectedCalls[KnownCall]):
         assert self.known is not None
         if not self.known.outside[number].passes(tensor):
             return False
-        if self._expected is None:
-            self.met.append(weakref.ref(tensor))
-            self.met_versions.append(version_of(tensor))
-            return True
         self._meet(tensor)
         if self.different:
             raise DifferentError(self.different)
@@ -175,7 +175,12 @@ class CallCheck(ExpectedCalls[KnownCall]):
         place, version, expected = len(self.met), version_of(tensor), self._expected
         self.met.append(weakref.ref(tensor))
         self.met_versions.append(version)
+        if type(tensor) is not _Parameter:
+            self._note_foreign(tensor, place)
         if expected is None or self.different or id(tensor) in self._put_back:
+            return
+        if self.foreign.get(place) != expected.foreign.get(place):
+            self.different = f"it reads another {_shown(tensor)}"
             return
         first = expected.met[place]() if place < len(expected.met) else None
         if first is None:
@@ -191,6 +196,13 @@ class CallCheck(ExpectedCalls[KnownCall]):
             and not holds_same(first, tensor)
         ):
             self.different = f"it reads another {_shown(tensor)}"
+
+    def _note_foreign(self, tensor: torch.Tensor, place: int) -> None:
+        """Note the bytes of a tensor that shares them with others."""
+        with suppress(UnknownArgumentError):
+            digest = digest_of_foreign(storage_of(tensor))
+            if digest is not None:
+                self.foreign[place] = digest
 
     def _leave_known(self) -> None:
         """Go on with hashes: the next call is not the one that was learned."""
@@ -220,11 +232,10 @@ class CallCheck(ExpectedCalls[KnownCall]):
         arguments = self._follow(slots, func, args, kwargs, now)
         if self.different:
             raise DifferentError(self.different)
-        if moves(func) and slots.number_of(args[0]) < 0:
-            self._learned = None  # so that each forward comes by here
-            self.moved.append(weakref.ref(args[0]))
         out = func(*args, **kwargs)
         slots.returned(out)
+        if self.unseen.follow(func, args, out, slots.is_outside):
+            self._learned = None
         if self._learned is not None:
             numbers = [slots.number_of(tensor) for tensor in tensors_in(out)]
             is_one = isinstance(out, torch.Tensor)
@@ -298,6 +309,7 @@ class CallCheck(ExpectedCalls[KnownCall]):
         return _KNOWN.one(exactly(found), found)
 
 
+_Parameter = torch.nn.Parameter  # saves looking up
 _KNOWN: Shared[KnownCalls] = Shared()  # of modules that are alike
 
 

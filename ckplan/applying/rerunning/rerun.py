@@ -119,8 +119,8 @@ class Rerun:
         snapshot, first = self._snapshot, self._calls
         put_back = {id(buffer) for buffer, _, _ in snapshot.contents}
         state = put_back | {id(buffer) for buffer, _, _ in self._buffers}
-        if any(id(one()) not in state for one in first.moved):
-            raise self._changed("it gives a parameter or an input other data")
+        if any(id(one()) not in state for one in first.unseen.changed):
+            raise self._changed("it changes the data of a parameter or an input")
         drawn = [source for source, _ in snapshot.random]
         drawn += [source_of(generator) for generator, _ in first.generators]
         self._modules.look()

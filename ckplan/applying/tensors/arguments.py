@@ -278,6 +278,11 @@ class Slots:
         """The number of a tensor that some call took or returned."""
         return self._known[id(tensor)][0]
 
+    def is_outside(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor that some call took came from outside."""
+        number, _ = self._known.get(id(tensor), (0, None))
+        return number < 0
+
     def resume(
         self,
         made: Sequence[weakref.ref[torch.Tensor]],

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
 from ckplan.applying.tensors.arguments import version_of
+from ckplan.applying.tensors.foreign import digest_of_bytes, digest_of_foreign
 from ckplan.errors import ApplyError
 
 
@@ -44,12 +45,18 @@ class Retained:
     place: Place  # during forward
     # Of its storage; 0 for parameters, which frameworks give other storages as they
     # gather them.
-    address: int = field(init=False)
+    address: int = 0
+    digest: bytes | None = None  # of its storage, where others may write
 
     def __post_init__(self) -> None:
         """Note which storage it has."""
-        is_parameter = type(self.tensor) is torch.nn.Parameter
-        self.address = 0 if is_parameter else self.tensor.untyped_storage()._cdata
+        if type(self.tensor) is not torch.nn.Parameter:
+            storage = self.tensor.untyped_storage()
+            self.address, self.digest = storage._cdata, digest_of_foreign(storage)
+
+    def watch(self) -> None:
+        """Note its bytes: others may write them from now on."""
+        self.digest = digest_of_bytes(self.tensor.untyped_storage())
 
     def settle(self) -> None:
         """Fix the version that later uses must find.
@@ -87,6 +94,13 @@ class Retained:
                 "that it reads was given other data after its forward",
                 needed="buffers and inputs that do not change until backward",
                 hint="change them after backward, or leave this call out",
+            )
+        if self.digest and digest_of_bytes(tensor.untyped_storage()) != self.digest:
+            raise ApplyError(
+                f"cannot rebuild {region}: a tensor of shape {tuple(tensor.shape)} "
+                "that it reads shares its bytes with an array, and those have changed",
+                needed="arrays that do not change until backward",
+                hint="give torch a copy (array.copy()), or leave this call out",
             )
         if tensor.size() != size:  # DeepSpeed frees a parameter's data
             raise _not_gathered(region, size)

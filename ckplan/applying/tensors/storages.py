@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterable
+from contextlib import suppress
 from weakref import ref
 
 import torch
@@ -29,6 +30,7 @@ class Storages:
         # were handed out, which lasts for the whole forward.
         self.unfilled: dict[int, torch.Tensor] = {}
         self.handed_out: set[int] = set()
+        self.shared: set[int] = set()  # addresses of those from outside
         # Storage from outside -> tensor through which it was written last.
         self._written_by: dict[int, ref[torch.Tensor]] = {}
         self._region = region
@@ -53,7 +55,9 @@ class Storages:
             if inside:
                 self.inside.add(number)
             else:
-                self.retained[self.flow.value(number)] = retain(tensor)
+                self.retained[self.flow.value(number)] = one = retain(tensor)
+                if storage._cdata in self.shared:
+                    one.watch()
         return number
 
     def know(self, storage: torch.UntypedStorage, number: int) -> None:
@@ -131,6 +135,13 @@ class Storages:
             number = self.number(tensor)
             self.handed_out.add(number)
             self.unfilled[number] = tensor
+            return
+        with suppress(UnknownArgumentError):
+            address = storage_of(tensor)._cdata
+            self.shared.add(address)
+            for one in self.retained.values():
+                if one.address == address:
+                    one.watch()
 
     def fill(self, numbers: Iterable[int]) -> None:
         """Note that an op filled storages: their content is its output."""
