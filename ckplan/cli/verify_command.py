@@ -310,9 +310,8 @@ def _warnings(found: AbstractOutcome) -> list[str]:
     """What users should know of the plan's regions."""
     recorded = ", ".join(found.regions_recorded)
     anew = (
-        f"each step records the forwards of {recorded} anew: what they call torch "
-        "with cannot be compared, or values decide what they do; `by: rerun` may be "
-        "faster"
+        f"each step records the forwards of {recorded} anew, as nothing tells that "
+        "they repeat an earlier one; `by: rerun` may be faster"
     )
     idle = [f"the region {call} never ran" for call in found.regions_idle]
     return [*idle, *([anew] if recorded else [])]

@@ -767,6 +767,19 @@ def test_tensors_without_bytes_of_their_own_are_named() -> None:
     model(X).sum().backward()
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_are_named() -> None:
+    class Nested(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            both = torch.nested.nested_tensor([x[0], x[1]])
+            return super().forward(x) + both.to_padded_tensor(0.0).sum()
+
+    model = nn.Sequential(Nested(64, 64))
+    ckplan.apply(model, Plan(regions=(PlannedRegion("0"),)))
+    with pytest.raises(ApplyError, match=r"without bytes of their own \(nested"):
+        model(X)
+
+
 class Recurrent(nn.Module):
     """Small states, each made from the one before, which no call of torch shows."""
 

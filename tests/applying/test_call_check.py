@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import numpy
@@ -219,6 +220,19 @@ def test_tensors_made_anew_with_the_same_values_are_the_same() -> None:
     hidden()
     HIDDEN["array"][1] = float("nan")
     model = nn.Sequential(Constants(), nn.Tanh())
+    applying.apply(model, RERUN)
+    for _ in range(3):
+        step(model).backward()
+
+
+def test_an_error_that_the_forward_catches_is_raised_again() -> None:
+    class Trying(Outside):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with suppress(RuntimeError):
+                torch.ones(2) @ torch.ones(3)
+            return torch.sin(self.linear(x)).exp()
+
+    model = nn.Sequential(Trying(), nn.Tanh())
     applying.apply(model, RERUN)
     for _ in range(3):
         step(model).backward()

@@ -439,7 +439,7 @@ def test_verify_names_regions_that_each_step_records_anew(
     ended = run("verify", "drawing.py", "plan.yaml", "--steps", "0", "--json")
     assert ended.code == 0
     assert json.loads(ended.out)["regions_recorded"] == ["1"]
-    assert "warning: each step records the forwards of 1 anew: what they" in ended.err
+    assert "warning: each step records the forwards of 1 anew, as nothing" in ended.err
     shown = run("verify", "drawing.py", "plan.yaml", "--steps", "0").out
     assert "recorded anew  1\n" in shown
 

@@ -232,7 +232,11 @@ class CallCheck(ExpectedCalls[KnownCall]):
         arguments = self._follow(slots, func, args, kwargs, now)
         if self.different:
             raise DifferentError(self.different)
-        out = func(*args, **kwargs)
+        try:
+            out = func(*args, **kwargs)
+        except BaseException:
+            self._learned = None  # the forward may go on
+            raise
         slots.returned(out)
         if self.unseen.follow(func, args, out, slots.is_outside):
             self._learned = None

@@ -36,7 +36,8 @@ def geometry_of(tensor: torch.Tensor) -> Geometry:
         UnknownArgumentError: It is of a kind that does not act as a plain tensor.
     """
     kind, lazy = type(tensor), tensor.is_conj() or tensor.is_neg()
-    if kind not in KINDS or tensor.layout != torch.strided or lazy:
+    strided = tensor.layout == torch.strided and not tensor.is_nested
+    if kind not in KINDS or lazy or not strided:
         raise UnknownArgumentError
     return Geometry(
         tensor.size(),

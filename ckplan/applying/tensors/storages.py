@@ -41,14 +41,11 @@ class Storages:
         try:
             storage = storage_of(tensor)
         except UnknownArgumentError:
-            raise ApplyError(
-                f"cannot rebuild {self._region}: it uses tensors without bytes of "
-                f"their own ({str(tensor.layout).removeprefix('torch.')})",
-                needed="strided tensors",
-                hint="leave this call out of the plan, or run it again (by: rerun)",
-            ) from None
+            raise self._not_strided(str(tensor.layout)) from None
         number = self.numbers.get(storage._cdata)
         if number is None:
+            if tensor.is_nested:
+                raise self._not_strided("nested")
             number = len(self.num_bytes)
             self.num_bytes.append(storage.nbytes())
             self.know(storage, number)
@@ -59,6 +56,14 @@ class Storages:
                 if storage._cdata in self.shared:
                     one.watch()
         return number
+
+    def _not_strided(self, layout: str) -> ApplyError:
+        return ApplyError(
+            f"cannot rebuild {self._region}: it uses tensors without bytes of "
+            f"their own ({layout.removeprefix('torch.')})",
+            needed="strided tensors",
+            hint="leave this call out of the plan, or run it again (by: rerun)",
+        )
 
     def know(self, storage: torch.UntypedStorage, number: int) -> None:
         """Register a storage by its address."""
