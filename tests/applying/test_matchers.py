@@ -21,6 +21,7 @@ from ckplan import applying
 from ckplan.applying.tensors.arguments import Slots
 from ckplan.applying.tensors.geometry import UnknownArgumentError
 from ckplan.applying.tensors.matchers import Matchers
+from ckplan.applying.tensors.retained import Retained
 from ckplan.plan.names import OpName
 from ckplan.plan.plan import Plan, PlannedRegion
 
@@ -428,9 +429,39 @@ def averaged(kind: str) -> applying.RegionStatus:
     return region
 
 
-def test_spectral_norms_are_recorded_once() -> None:
+def normed() -> nn.Sequential:
     layer = spectral_norm(nn.Linear(8, 8))
-    plain = nn.Sequential(layer, nn.Tanh(), nn.Linear(8, 8))
+    return nn.Sequential(layer, nn.Tanh(), nn.Linear(8, 8))
+
+
+@pytest.mark.parametrize("make", [normed, lambda: nn.Sequential(Averaging("once"))])
+@pytest.mark.parametrize("forwards", [1, 2, 3])
+def test_what_a_forward_wrote_is_kept_where_the_next_one_comes_before_its_backward(
+    make: Callable[[], nn.Module], forwards: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a discriminator runs on true and on false pictures; else nothing is copied."""
+    copies: list[int] = []
+    copy_one = Retained.copy
+    monkeypatch.setattr(
+        Retained, "copy", lambda one: (copies.append(1), copy_one(one))[1]
+    )
+    plain = make()
+    planned = copy.deepcopy(plain)
+    applying.apply(planned, Plan(regions=(PlannedRegion("0"),)))
+    for step in range(4):
+        found = []
+        for model in (plain, planned):
+            model.zero_grad()
+            torch.manual_seed(step)
+            outs = [model(torch.randn(4, 8)).square().sum() for _ in range(forwards)]
+            sum(outs).backward()  # type: ignore[union-attr]
+            found.append([*(p.grad for p in model.parameters()), *model.buffers()])
+        assert all(map(torch.equal, *found))
+    assert bool(copies) == (forwards > 1)
+
+
+def test_spectral_norms_are_recorded_once() -> None:
+    plain = normed()
     planned = copy.deepcopy(plain)
     applying.apply(planned, Plan(regions=(PlannedRegion("0"), PlannedRegion("1"))))
     same_steps(plain, planned, lambda model, step: None)

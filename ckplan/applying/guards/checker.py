@@ -24,8 +24,13 @@ from ckplan.applying.moving.mover import Form, Mover
 from ckplan.applying.rebuilding.rebuilder import Rebuilder
 from ckplan.applying.recording.module_path import ModulePath
 from ckplan.applying.recording.op_keys import OpKey, Saves
-from ckplan.applying.recording.recorder import Recorder, otherwise_saved
-from ckplan.applying.recording.saved_tensors import Dropped, Handle, unpack
+from ckplan.applying.recording.recorder import Recorder
+from ckplan.applying.recording.saved_tensors import (
+    Dropped,
+    Handle,
+    otherwise_saved,
+    unpack,
+)
 from ckplan.applying.tensors.arguments import is_query
 from ckplan.applying.tensors.compiled import is_within_compiled, still_uncompiled
 from ckplan.applying.tensors.expected_calls import ExpectedCalls
@@ -71,7 +76,7 @@ class GuardChecker(ExpectedCalls[CallGuard]):
         self.met = self._inputs.met
         self._encoded: dict[int, Form] = {}
         self._states: dict[int, torch.Tensor] = {}
-        self._handle = Handle()
+        self.handle = Handle()
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, unpack)
         self._uncompiled = still_uncompiled()
 
@@ -121,7 +126,7 @@ class GuardChecker(ExpectedCalls[CallGuard]):
         if self.rerecorder is not None:
             self.rerecorder.close()
         else:
-            self._handle.rebuilder = Rebuilder(
+            self.handle.rebuilder = Rebuilder(
                 self.name,
                 self.expected.schedule,
                 self._held,
@@ -145,7 +150,7 @@ class GuardChecker(ExpectedCalls[CallGuard]):
     def _forget(self) -> None:
         """Drop references that would form cycles, or keep tensors."""
         self.next = None
-        del self._hooks, self._handle  # saved tensors hold this: their hook is _pack
+        del self._hooks, self.handle  # saved tensors hold this: their hook is _pack
         for tensors in (self._held, self._encoded, self._states):
             tensors.clear()
 
@@ -167,7 +172,7 @@ class GuardChecker(ExpectedCalls[CallGuard]):
             encoded=self._encoded,
             states=self._states,
             packed=self._packed[: self.num_packed],
-            handle=self._handle,
+            handle=self.handle,
         )
         resume(rerecorder, begun)
         for tensors in (self._held, self._encoded, self._states):
@@ -306,7 +311,7 @@ class GuardChecker(ExpectedCalls[CallGuard]):
         if captures and number in captures:
             self._capture(captures[number], tensor)
         if dropped is not None:
-            return Dropped(self._handle, number)
+            return Dropped(self.handle, number)
         return keep(tensor, self.name)
 
 

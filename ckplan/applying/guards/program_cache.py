@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass
+from weakref import ref
 
 from ckplan.applying.guards.guarded_program import GuardedProgram
+from ckplan.applying.recording.saved_tensors import Handle
 
 _MAX_KINDS = 32  # of forwards of one call: batches padded to some lengths
 _MISS_PENALTY, _DYNAMIC_PENALTY = 8, 24
@@ -62,9 +64,24 @@ class ProgramCache:
     def __init__(self) -> None:
         self._kinds: dict[Hashable, ForwardKind] = {}  # least recently used first
         self._last: tuple[Hashable, ForwardKind] = None, ForwardKind()
+        # Forwards that wait for backward and hold what the next one may write.
+        self._waiting: list[ref[Handle]] = []
 
     def __reduce__(self) -> tuple[type[ProgramCache], tuple[()]]:
         return type(self), ()
+
+    def wait(self, handle: Handle) -> None:
+        """Note a forward that is over: it waits for backward."""
+        if handle.rebuilder is not None and handle.rebuilder.holds_written:
+            self._waiting.append(ref(handle))
+
+    def keep_written(self) -> None:
+        """Let forwards that wait for backward keep what the next one may write."""
+        for one in self._waiting:
+            handle = one()
+            if handle is not None and handle.rebuilder is not None:
+                handle.rebuilder.keep_written()
+        self._waiting.clear()
 
     def find(self, key: Hashable) -> ForwardKind:
         """The kind of a forward."""

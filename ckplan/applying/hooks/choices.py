@@ -81,6 +81,7 @@ class Choice:
 
     def begin(self, name: str, kind: ForwardKind) -> Recorder | GuardChecker:
         """Begin a forward: check guards if a program is known, else record."""
+        self.programs.keep_written()
         expected = kind.program
         record = partial(Recorder, name, self.top, self.saves, self.encodes, self.mover)
         if expected is None:
@@ -106,7 +107,9 @@ class Choice:
             missing: Saves of nested regions that named no op.
             learn: Whether to store its program: the forward did not raise.
         """
+        handle = region.handle
         region.close()
+        self.programs.wait(handle)
         self.runs += 1
         recorder = region.recorder
         if recorder is not None:

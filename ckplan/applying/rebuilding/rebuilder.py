@@ -68,6 +68,21 @@ class Rebuilder:
         self._order = stream_order(self._tensors()) if schedule.on_gpu else None
         self._warned = self._interrupted = False
 
+    @property
+    def holds_written(self) -> bool:
+        """Whether it holds what its region wrote to tensors from outside."""
+        return bool(self._schedule.written)
+
+    def keep_written(self) -> None:
+        """Copy what the region wrote outside, as its next forward writes there again.
+
+        Until then it is no copy: most forwards come after the backward of the last one.
+        """
+        for value in self._schedule.written:
+            one = self._values.get(value)
+            if isinstance(one, Retained):
+                one.copy()
+
     def unpack(self, number: int) -> torch.Tensor:
         """Rebuild a dropped tensor.
 

@@ -19,7 +19,7 @@ import torch
 from ckplan.applying.rebuilding.script import RETAINED, Code, Kind, Script
 from ckplan.applying.rebuilding.step import Step
 from ckplan.applying.tensors.retained import Ref
-from ckplan.simulating.program import Program
+from ckplan.simulating.program import EXTERNAL, Program
 from ckplan.simulating.rebuild import Rebuild
 
 _MOST_ANSWERS = 4096  # compiled for orders in which backward asked; then begins anew
@@ -80,6 +80,7 @@ class Schedule:
         self.default_dtype = _default_dtype_of(steps)
         self.drawn = self.runs.keys() & drawn
         self.on_gpu = any(step.device.type == "cuda" for step in steps.values())
+        self.written = _written(program)
         self.start = Stage()
         self._num_answers = 0
         self._lock = Lock()
@@ -130,6 +131,14 @@ class Schedule:
         level.materialize(ref.value)
         script.take(level.machine.base + ref.value, ref.place)
         level.release(ref.value)
+
+
+def _written(program: Program) -> list[int]:
+    """Retained values that the region wrote to tensors from outside."""
+    flow = program.flow
+    given = {flow.storage_of[v] for v, at in enumerate(flow.maker_of) if at == EXTERNAL}
+    made = (v for v in program.retained if flow.maker_of[v] != EXTERNAL)
+    return [value for value in made if flow.storage_of[value] in given]
 
 
 def _default_dtype_of(steps: Mapping[int, Step]) -> torch.dtype:

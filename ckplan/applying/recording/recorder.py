@@ -21,7 +21,13 @@ from ckplan.applying.rebuilding.step import Step, depth_of
 from ckplan.applying.recording.call_log import CallLog
 from ckplan.applying.recording.module_path import ModulePath
 from ckplan.applying.recording.op_keys import Encodes, Inner, Names, OpKey, Saves
-from ckplan.applying.recording.saved_tensors import Dropped, Packing, unpack
+from ckplan.applying.recording.saved_tensors import (
+    Dropped,
+    Handle,
+    Packing,
+    otherwise_saved,
+    unpack,
+)
 from ckplan.applying.tensors.compiled import uncompiled
 from ckplan.applying.tensors.kept import Kept
 from ckplan.applying.tensors.op_traits import (
@@ -89,8 +95,7 @@ class Recorder(TorchDispatchMode):
         self.packing = Packing(name, self.storages, checks_digest=checks_digest)
         self.log = CallLog(self.storages, self.packing)
         self.call_of: list[int] = []  # step -> call
-        # After a guard miss: earlier steps that cannot be rerun.
-        self.gone: set[int] = set()
+        self.gone: set[int] = set()  # after a guard miss: steps that cannot run again
         # Once it is over:
         self.parts: tuple[NestedRegion, ...] = ()
         self.schedule: Schedule | None = None  # of its program
@@ -111,6 +116,11 @@ class Recorder(TorchDispatchMode):
     def recorder(self) -> Recorder:
         """This recorder: it records the whole forward."""
         return self
+
+    @property
+    def handle(self) -> Handle:
+        """What its dropped tensors share, until it is closed."""
+        return self.packing.handle
 
     def go_on(self) -> None:
         """Begin to record ops in the middle of a forward."""
@@ -338,13 +348,3 @@ class Recorder(TorchDispatchMode):
         """Keep what autograd saves, or drop it."""
         with self.log.paused():  # custom functions pack outside of any call
             return self.packing.pack(tensor, self.open_inner[-1])
-
-
-def otherwise_saved(name: str) -> ApplyError:
-    """The error for equal calls that saved different tensors."""
-    return ApplyError(
-        f"cannot rebuild {name}: the same calls of torch saved other tensors than in "
-        "an earlier forward",
-        needed="forwards that torch runs in the same way, op by op",
-        hint="run it again (by: rerun), or leave this call out of the plan",
-    )

@@ -16,7 +16,7 @@ from ckplan.applying.tensors.storages import Storages
 from ckplan.errors import ApplyError
 
 
-@dataclass(slots=True)
+@dataclass(eq=False)
 class Handle:
     """The rebuilder that saved tensors of a forward share."""
 
@@ -130,3 +130,13 @@ def unpack(packed: Kept | Dropped) -> torch.Tensor:
         if like is not None and not is_alike(like, tensor):
             rebuilder.warn_of(tensor)
     return tensor
+
+
+def otherwise_saved(name: str) -> ApplyError:
+    """The error for equal calls that saved different tensors."""
+    return ApplyError(
+        f"cannot rebuild {name}: the same calls of torch saved other tensors than in "
+        "an earlier forward",
+        needed="forwards that torch runs in the same way, op by op",
+        hint="run it again (by: rerun), or leave this call out of the plan",
+    )

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ckplan.applying.tensors.arguments import version_of
 from ckplan.applying.tensors.foreign import digest_of_bytes, digest_of_foreign
@@ -71,6 +72,14 @@ class Retained:
         if version_of(self.tensor) == self.version:
             self.tensor = self.tensor.data
             self.version = version_of(self.tensor)
+
+    def copy(self) -> None:
+        """Hold a copy of its bytes, if they have not changed since."""
+        if version_of(self.tensor) == self.version:
+            with _disable_current_modes():
+                self.tensor = copy_of(self.tensor)
+            self.version = version_of(self.tensor)
+            self.__post_init__()
 
     def moved(self, region: str) -> int:
         """Change of its offset in the storage since forward, in elements; mostly 0.
