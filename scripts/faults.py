@@ -58,6 +58,7 @@ MATCH = "applying/test_matchers.py"
 SCRIPT = "applying/test_scripts.py"
 AGAIN = "applying/test_checkpoint.py"
 CALLS = "applying/test_call_check.py"
+BYTES = "applying/test_other_bytes.py"
 RERUN = "applying/test_surviving.py applying/test_hazards.py"
 CODES = "cli/test_cli.py -k 'not draws and not interrupt and not bad_input'"
 IN_PLACE = "tracing/test_in_place.py -k 'formulas or read_twice'"
@@ -405,6 +406,36 @@ FAULTS = [
         MATCH,
     ),
     Fault(
+        "applying/guards/checker.py",
+        "same = sized is None or sized.passes(returned[0])",
+        "same = True",
+        MATCH,
+    ),
+    Fault(
+        "applying/guards/program_cache.py",
+        "handle.rebuilder.keep_written()",
+        "pass",
+        MATCH,
+    ),
+    Fault(
+        "applying/recording/call_log.py",
+        "self._storages.leave(tensor, other)",
+        "pass",
+        BYTES,
+    ),
+    Fault(
+        "applying/tensors/retained.py",
+        "if self.digest and digest_of_bytes(tensor.untyped_storage()) != self.digest:",
+        "if False:",
+        BYTES,
+    ),
+    Fault(
+        "applying/rerunning/unseen_writes.py",
+        "if bare is not None and version_of(bare) != version:",
+        "if False:",
+        BYTES,
+    ),
+    Fault(
         "applying/guards/guards.py",
         "if any(map(is_array, call.arguments)):",
         "if False:",
@@ -430,8 +461,8 @@ FAULTS = [
     ),
     Fault(
         "applying/guards/checker.py",
-        "if constants and not self._inputs.match_constants(constants, returned):",
-        "if False:",
+        "if not (same and self._inputs.match_constants(constants, returned)):",
+        "if not same:",
         REPLAY,
     ),
     Fault(

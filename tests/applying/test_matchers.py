@@ -286,6 +286,22 @@ class Shifting(nn.Module):
         data = numpy.full((8, 8), 2.0, "f4")
         return h.sin() * torch.as_tensor(h if late else data) * torch.tensor(data)
 
+    def another_size_of_a_view(self, h: Any, late: bool) -> Any:
+        y = h.sin().view(torch.tensor(4 if late else 8), -1)
+        return y.exp().cumsum(0).view(8, 8)
+
+    def another_size_of_a_copy(self, h: Any, late: bool) -> Any:
+        y = h.sin().t().reshape(torch.tensor(4 if late else 8), -1)
+        return y.exp().cumsum(0).reshape(8, 8)
+
+    def another_place_of_a_view(self, h: Any, late: bool) -> Any:
+        y = h.sin().as_strided((4, 8), (8, 1), torch.tensor(8 * late))
+        return y.exp().repeat(2, 1) * h
+
+    def more_zeros(self, h: Any, late: bool) -> Any:
+        zeros = h.new_zeros(torch.tensor(8 + 8 * late), 8)
+        return (torch.cat([h.exp(), zeros]).sin() + 1).cumsum(0)[8:16] * h
+
     def itself_returned(self, h: Any, late: bool) -> Any:
         y = h.t() if late else h
         return y.contiguous().sin() * y
@@ -346,6 +362,10 @@ ALIKE: dict[str, Callable[[Any, int], Any]] = {
     "numbers of numpy": lambda h, step: h.view(numpy.int64(8), -1) / numpy.sqrt(8),
     "complex numbers": lambda h, step: (h * (1 + 2j)).abs(),
     "ranges": lambda h, step: h[range(3)],
+    "sizes from tensors": lambda h, step: (
+        h.sin().view(torch.div(16, 2, rounding_mode="trunc"), -1)
+        * h.new_ones(torch.tensor(8), 8)
+    ),
     "classes": lambda h, step: h @ classes(torch.tensor(step)),
     "a number of numpy that fills": lambda h, step: filled(h, numpy.float64(0.5)),
     "a number as a tensor": lambda h, step: h * torch.tensor(0.1 * step),

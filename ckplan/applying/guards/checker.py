@@ -258,9 +258,10 @@ class GuardChecker(ExpectedCalls[CallGuard]):
             self._held[value] = retain_copy(self._held[value].tensor)
 
     def _take(self, call: CallGuard, returned: list[torch.Tensor]) -> None:
-        """Retain returned tensors if the returned constants pass their guards."""
-        constants = call.returned_constants
-        if constants and not self._inputs.match_constants(constants, returned):
+        """Retain returned tensors if they and the constants pass their guards."""
+        constants, sized = call.returned_constants, call.sized
+        same = sized is None or sized.passes(returned[0])
+        if not (same and self._inputs.match_constants(constants, returned)):
             self._keep_rest(call.stop)
             return
         for capture in call.captures:

@@ -61,6 +61,7 @@ class CallGuard(ExpectedCall):
     returned_constants: tuple[
         tuple[int, TensorGuard], ...
     ]  # constants that it returned, by their place
+    sized: GeometryCheck | None  # of what it returned by sizes that it read
     start: int  # its first step
     stop: int  # the step after its last one
 

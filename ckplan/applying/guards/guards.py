@@ -24,6 +24,7 @@ from ckplan.applying.guards.sightings import Sightings
 from ckplan.applying.recording.call_log import Call
 from ckplan.applying.recording.module_path import site_of
 from ckplan.applying.recording.recorder import Recorder
+from ckplan.applying.tensors.geometry import GeometryCheck
 from ckplan.applying.tensors.matchers import Matchers
 from ckplan.applying.tensors.numbers import is_array, is_number
 from ckplan.applying.tensors.retained import Retained
@@ -91,7 +92,13 @@ def make_guards(seen: Recorder) -> GuardedProgram | None:
     ranges = [*pairwise(bisect_left(seen.call_of, number) for number in places_of)]
     at = _places(seen, parts, (start for start, stop in ranges if start < stop))
     moves = bool(seen.names.named or seen.inner)
-    retained = {*random_steps, *statistics, *of_calls, *returned_constants}
+    sized = {
+        number: GeometryCheck.of(one.geometry)
+        for number, call in enumerate(log.calls)
+        for one in call.returned
+        if call.is_sized and one.geometry is not None
+    }
+    retained = {*random_steps, *statistics, *of_calls, *returned_constants, *sized}
     matchers = Matchers()
     calls = tuple(
         CallGuard(
@@ -107,6 +114,7 @@ def make_guards(seen: Recorder) -> GuardedProgram | None:
             statistics=tuple(statistics.get(number, ())),
             captures=tuple(of_calls.get(number, ())),
             returned_constants=tuple(returned_constants.get(number, ())),
+            sized=sized.get(number),
             packed_before=call.packed_before,
             packed_after=call.packed_after,
             start=start,

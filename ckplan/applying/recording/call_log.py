@@ -21,6 +21,7 @@ from ckplan.applying.tensors.arguments import (
     reads_sizes,
     storage_of,
     switches,
+    takes_sizes,
 )
 from ckplan.applying.tensors.geometry import (
     Geometry,
@@ -53,6 +54,7 @@ class Call:
     returned: Sequence[Returned] = ()
     numbers: Sequence[int] = ()  # of the tensors that it returned
     returns_new: bool = False  # one tensor, which no call had returned or taken before
+    is_sized: bool = False  # it took sizes from tensors
 
 
 class CallLog(TorchFunctionMode):
@@ -110,9 +112,9 @@ class CallLog(TorchFunctionMode):
             self.current = -1
         self._slots.returned(out)
         tensors = tensors_in(out)
-        self.broken |= (
-            self.read and bool(tensors) and not only_checks(func, args, kwargs)
-        )
+        if self.read and tensors and not only_checks(func, args, kwargs):
+            call.is_sized = takes_sizes(func)
+            self.broken |= not call.is_sized
         call.packed_after = len(self._packing.packed)
         call.returned = [self._describe(tensor) for tensor in tensors]
         call.numbers = [self._slots.number_of(tensor) for tensor in tensors]

@@ -71,6 +71,14 @@ _QUERIES = frozenset(
 )
 
 
+_BY_SIZES = (
+    torch.Tensor.view,
+    torch.Tensor.reshape,
+    torch.Tensor.expand,
+    torch.Tensor.as_strided,
+    torch.Tensor.new_zeros,
+    torch.Tensor.new_ones,
+)
 _HANDS_OUT = frozenset(("numpy", "__array__", "__dlpack__", "data_ptr"))
 _WITH_SIZES = frozenset(  # in their second argument, of packed sequences for most
     {
@@ -90,6 +98,11 @@ def only_checks(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> boo
     if func is not torch.nn.functional.one_hot:
         return False
     return kwargs.get("num_classes", args[1] if len(args) > 1 else -1) >= 0
+
+
+def takes_sizes(func: Any) -> bool:
+    """Whether the sizes that a function is given show in what it returns."""
+    return func in _BY_SIZES
 
 
 def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage:
