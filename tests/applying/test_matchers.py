@@ -41,6 +41,10 @@ class Name(str):
     __slots__ = ()
 
 
+class Count(int):
+    """A number of another type."""
+
+
 GROUPS: tuple[tuple[Any, ...], ...] = (
     (0, False, 0.0, -0.0, None, "0", (0,), [0], 0j, numpy.int64(0), numpy.float64(0)),
     (1, True, 1.0, Mode.ONE, Mode.TWO, numpy.float32(1), numpy.bool_(True), 10**30),
@@ -121,7 +125,7 @@ def test_places_and_keywords_count(first: Any, second: Any) -> None:
 
 def test_what_can_not_be_compared_never_matches() -> None:
     objects = numpy.array([None]), numpy.array(["a"])
-    for value in (object(), Name("a"), {1: 2}, {True: 2}, {1, 2}, *objects):
+    for value in (object(), Name("a"), Count(1), {1: 2}, {True: 2}, {1, 2}, *objects):
         assert matches(((value,), {}), ((value,), {})) is None
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 from weakref import ref
 
 import torch
 
-from ckplan.applying.tensors.arguments import moves, version_of
+from ckplan.applying.tensors.arguments import moves, storage_of, version_of
+from ckplan.applying.tensors.geometry import UnknownArgumentError
 from ckplan.applying.tensors.retained import tensors_in
 
 _DATA = torch.Tensor.data.__get__
@@ -52,12 +54,13 @@ class UnseenWrites:
 
     def _add_views(self, out: Any) -> None:
         """Follow what a call returned, too, if it has the same bytes."""
-        for tensor in tensors_in(out):
-            address = tensor.untyped_storage()._cdata
-            for one, _, owner in [*self._bare]:
-                bare = one()
-                if bare is tensor:
-                    break
-                if bare is not None and bare.untyped_storage()._cdata == address:
-                    self._bare.append((ref(tensor), version_of(tensor), owner))
-                    break
+        with suppress(UnknownArgumentError):
+            for tensor in tensors_in(out):
+                address = storage_of(tensor)._cdata
+                for one, _, owner in [*self._bare]:
+                    bare = one()
+                    if bare is tensor:
+                        break
+                    if bare is not None and storage_of(bare)._cdata == address:
+                        self._bare.append((ref(tensor), version_of(tensor), owner))
+                        break

@@ -1,17 +1,15 @@
-"""Numbers and arrays that functions of torch take, Python's and NumPy's.
-
-NumPy is not imported: where nobody did, there is none of them.
-"""
+"""Numbers and arrays that functions of torch take, Python's and NumPy's."""
 
 from __future__ import annotations
 
-import sys
 from hashlib import blake2b
 from typing import Any
 
+import numpy
 import torch
 
-_NUMBERS = (bool, int, float, complex)
+_OF_NUMPY = (numpy.number, numpy.bool_)
+_NUMBERS = (bool, int, float, complex, *_OF_NUMPY)
 _MAKERS = (torch.tensor, torch.as_tensor, torch.asarray)
 
 
@@ -34,28 +32,22 @@ def bits_of(value: Any) -> Any:
     """
     if type(value) is complex:
         return value.real.hex(), value.imag.hex()
-    if not is_number(_kind_of(value)):
+    if not issubclass(_kind_of(value), _OF_NUMPY):
         return None
     found = blake2b(value.tobytes(), digest_size=16)
     return value.dtype.str, value.shape, found.digest()
 
 
 def is_number(kind: Any) -> bool:
-    """Whether a type is one of Python's numbers, or of NumPy's."""
-    if kind in _NUMBERS:
-        return True
-    numpy = sys.modules.get("numpy")
-    if numpy is None or not isinstance(kind, type):
-        return False
-    return issubclass(kind, (numpy.number, numpy.bool_))
+    """Whether it is a type of numbers."""
+    return isinstance(kind, type) and issubclass(kind, _NUMBERS)
 
 
 def is_array(kind: Any) -> bool:
-    """Whether a type is that of NumPy's arrays."""
-    numpy = sys.modules.get("numpy")
-    return numpy is not None and kind is numpy.ndarray
+    """Whether it is the type of NumPy's arrays."""
+    return kind is numpy.ndarray
 
 
-def _kind_of(value: Any) -> Any:
+def _kind_of(value: Any) -> type:
     """The type of a value, or of the items of an array."""
     return value.dtype.type if is_array(type(value)) else type(value)
