@@ -109,12 +109,13 @@ class RegionView:
 
     @cached_property
     def varies(self) -> bool:
-        """Whether values decide how large tensors are: each step runs other ops.
+        """Whether the engine records every forward anew, to rebuild it once.
 
-        So the engine records every forward anew, to rebuild it once.
+        Values decide how large tensors are, so each step runs other ops; or it draws
+        from a generator of its own, whose state no later forward can be told to have.
         """
         found = self.graph.hazards_in(*self.unit)
-        return any(hazard.kind == "shapes" for hazard in found)
+        return self.draws[1] or any(hazard.kind == "shapes" for hazard in found)
 
     @cached_property
     def statistics(self) -> dict[int, int]:

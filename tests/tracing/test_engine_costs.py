@@ -110,10 +110,22 @@ class Packed(nn.Module):
         return self.linear(input=given)[1]
 
 
+class Noisy(nn.Module):
+    """A layer that may draw from a generator of its own."""
+
+    def __init__(self, *, varies: bool) -> None:
+        super().__init__()
+        self.linear, self.varies = nn.Linear(8, 8), varies
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(0) if self.varies else None
+        return self.linear(x).tanh() * torch.randn(8, generator=generator)
+
+
 @pytest.mark.parametrize("varies", [False, True])
-@pytest.mark.parametrize("layer", [Picked, Packed])
-def test_forwards_are_recorded_each_time_where_values_decide_sizes(
-    layer: type[Picked | Packed], varies: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("layer", [Picked, Packed, Noisy])
+def test_forwards_are_recorded_each_time_where_none_repeats_another(
+    layer: type[Picked | Packed | Noisy], varies: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As the simulator counts it, which goes by the trace."""
     model, batch = nn.Sequential(layer(varies=varies), nn.Tanh()), torch.ones(4, 8)
