@@ -76,7 +76,7 @@ class Retained:
     def copy(self) -> None:
         """Hold a copy of its bytes, if they have not changed since."""
         if version_of(self.tensor) == self.version:
-            with _disable_current_modes():
+            with _disable_current_modes(), torch._C.DisableTorchFunction():
                 self.tensor = copy_of(self.tensor)
             self.version = version_of(self.tensor)
             self.__post_init__()
