@@ -580,27 +580,24 @@ class Filling(nn.GELU):
         return super().forward(x) * sum(self.known)
 
 
-def test_steps_of_layers_that_fill_caches_are_measured(cache: CostCache) -> None:
+def in_steps_of(layer: type[nn.Module], cache: CostCache) -> Graph:
     def build() -> Workload:
-        layers = (nn.Sequential(nn.Linear(64, 64), Filling()) for _ in range(3))
+        layers = (nn.Sequential(nn.Linear(64, 64), layer()) for _ in range(3))
         return Workload(nn.Sequential(*layers), torch.ones(32, 64))
 
     one = build()
     graph = ckplan.profile(one.model, one.batch, replay=False, in_step=False)
-    found = with_seconds_in_step(graph, build, DEFAULT_TRAINING, cache, asked=True)
-    assert NOTE_IN_STEP in found.notes
+    return with_seconds_in_step(graph, build, DEFAULT_TRAINING, cache, asked=True)
+
+
+def test_steps_of_layers_that_fill_caches_are_measured(cache: CostCache) -> None:
+    assert NOTE_IN_STEP in in_steps_of(Filling, cache).notes
 
 
 def test_steps_with_layers_that_are_recorded_anew_say_nothing_of_others(
     cache: CostCache,
 ) -> None:
-    def build() -> Workload:
-        layers = (nn.Sequential(nn.Linear(64, 64), Counted()) for _ in range(3))
-        return Workload(nn.Sequential(*layers), torch.ones(32, 64))
-
-    one = build()
-    graph = ckplan.profile(one.model, one.batch, replay=False, in_step=False)
-    found = with_seconds_in_step(graph, build, DEFAULT_TRAINING, cache, asked=True)
+    found = in_steps_of(Counted, cache)
     assert note_of(found) == "a layer calls torch otherwise in each step"
 
 

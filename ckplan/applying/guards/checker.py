@@ -261,7 +261,9 @@ class GuardChecker(ExpectedCalls[CallGuard]):
         """Retain returned tensors if they and the constants pass their guards."""
         constants, sized = call.returned_constants, call.sized
         same = sized is None or sized.passes(returned[0])
-        if not (same and self._inputs.match_constants(constants, returned)):
+        if same and constants:
+            same = self._inputs.match_constants(constants, returned)
+        if not same:
             self._keep_rest(call.stop)
             return
         for capture in call.captures:

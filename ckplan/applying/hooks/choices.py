@@ -117,8 +117,7 @@ class Choice:
             self.dropped_bytes = recorder.packing.dropped_bytes
             self.missing = (*self.missing_of(recorder.names.found), *missing)
             program = make_guards(recorder) if learn else None
-            if learn:
-                kind.learn(program)
+            kind.learn(program)
         region.release()
         if isinstance(region, Recorder):
             self.repeatable = program is not None or not learn

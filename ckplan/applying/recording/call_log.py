@@ -153,6 +153,7 @@ class CallLog(TorchFunctionMode):
             geometry, storage = geometry_of(tensor), storage_of(tensor)
         except UnknownArgumentError:
             return Returned()
-        if storage._cdata not in self._storages.numbers:
+        number = self._storages.numbers.get(storage._cdata)
+        if number is None:
             return Returned(-1, geometry, StorageWeakRef(storage))
-        return Returned(self._storages.value_made(tensor), geometry)
+        return Returned(self._storages.value_made(number), geometry)

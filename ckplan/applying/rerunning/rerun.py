@@ -118,8 +118,8 @@ class Rerun:
         self._check_unchanged()
         snapshot, first = self._snapshot, self._calls
         put_back = {id(buffer) for buffer, _, _ in snapshot.contents}
-        state = put_back | {id(buffer) for buffer, _, _ in self._buffers}
-        if any(id(one()) not in state for one in first.unseen.changed):
+        written = {id(one()) for one in first.unseen.changed} - put_back
+        if written and written - {id(buffer) for buffer, _, _ in self._buffers}:
             raise self._changed("it changes the data of a parameter or an input")
         drawn = [source for source, _ in snapshot.random]
         drawn += [source_of(generator) for generator, _ in first.generators]

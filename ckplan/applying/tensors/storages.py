@@ -128,9 +128,8 @@ class Storages:
             return -1
         return self.flow.value(number) if number in self.inside else -1
 
-    def value_made(self, tensor: torch.Tensor) -> int:
-        """The value of a tensor that the region made or wrote; -1 for another."""
-        number = self.numbers.get(storage_of(tensor)._cdata, -1)
+    def value_made(self, number: int) -> int:
+        """The value of a storage that the region made or wrote; -1 for another."""
         value = self.flow.current.get(number, -1)
         return -1 if value < 0 or self.flow.maker_of[value] == EXTERNAL else value
 
