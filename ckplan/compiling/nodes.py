@@ -13,7 +13,12 @@ from torch import fx
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import flop_registry
 
-from ckplan.compiling.torch_names import FORWARD_OF_BACKWARD, OpOverload
+from ckplan.compiling.torch_names import (
+    FORWARD_OF_BACKWARD,
+    ROLE,
+    WRITTEN,
+    OpOverload,
+)
 from ckplan.errors import ApplyError
 
 Modules = tuple[tuple[str, str], ...]
@@ -38,9 +43,10 @@ def is_tensor(node: fx.Node) -> bool:
 
 def is_view(node: fx.Node) -> bool:
     """Whether the node's value shares the memory of its first argument."""
+    if not node.args or not isinstance(node.args[0], fx.Node):
+        return False  # the conjugate of a number, say
     if node.target is operator.getitem:
-        made = node.args[0]
-        return isinstance(made, fx.Node) and is_view(made)
+        return is_view(node.args[0])
     if not isinstance(node.target, OpOverload):
         return False
     return node.target.is_view or name_of_op(node) == "_unsafe_view"
@@ -102,13 +108,25 @@ def draws(op: object) -> bool:
 
 
 def changed_inputs(graph: fx.Graph) -> frozenset[fx.Node]:
-    """The inputs that the graph writes to, such as buffers of spectral norms."""
+    """The inputs that forward writes to, such as buffers of spectral norms."""
     written = (
         base_of(node.all_input_nodes[0])
         for node in ops_of(graph)
         if name_of_op(node).endswith("_") and node.all_input_nodes  # in place
     )
-    return frozenset(node for node in written if node.op == "placeholder")
+    inputs = frozenset(node for node in written if node.op == "placeholder")
+    return inputs.union(_written_after(graph))
+
+
+def _written_after(graph: fx.Graph) -> Iterator[fx.Node]:
+    """The inputs that are written when forward has ended, as they require gradients.
+
+    The graph returns what they are to be filled with.
+    """
+    (output,) = graph.find_nodes(op="output")
+    inputs = {one.meta.get(ROLE): one for one in graph.find_nodes(op="placeholder")}
+    filled = (getattr(role, WRITTEN, None) for role in output.meta.get(ROLE, ()))
+    return (inputs[one] for one in filled if one is not None and one in inputs)
 
 
 def is_read(node: fx.Node, user: fx.Node) -> bool:

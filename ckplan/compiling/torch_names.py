@@ -76,7 +76,9 @@ __all__ = [
     "PROBE_OF_AOT",
     "QUICK",
     "RECOMPUTE",
+    "ROLE",
     "TANGENTS",
+    "WRITTEN",
     "BackendCompilerFailed",
     "CppCompileError",
     "CustomPartitionerFn",
@@ -126,6 +128,8 @@ FORWARD_OF_BACKWARD = "fwd_nn_module_stack"
 """Where a node of backward keeps the modules that ran its forward."""
 PLACE, IN_FORWARD = "partitioner_tag", "is_forward"
 """Where a node of a joint graph keeps that it is one of forward, and what it keeps."""
+ROLE, WRITTEN = "desc", "mutated_input"
+"""Where inputs and outputs of a graph keep what they are, and which input one fills."""
 COMPILED = "_torchdynamo_orig_callable"  # attribute of a compiled function
 COMPILES_KERNELS = "from torch._inductor.async_compile import AsyncCompile"
 EXTERN_KERNELS = "from torch._inductor.select_algorithm import extern_kernels"

@@ -35,6 +35,18 @@ class Kept(Normed):
         return (before * self.weight * x).sum()
 
 
+class Renormed(nn.Module):
+    """Its forward writes to a parameter: AOTAutograd does so after the graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.arange(1.0, 5.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.weight.data.div_(self.weight.data.norm())
+        return (x * self.weight).sin().sum()
+
+
 def gradient(model: nn.Module, partition: Callable[..., Any] | None) -> torch.Tensor:
     """Of one step, divided so; AOTAutograd runs both halves as they are."""
     how = {} if partition is None else {"partition_fn": partition}
@@ -60,6 +72,22 @@ def exact(model: nn.Module) -> torch.Tensor:
 def test_what_forward_makes_of_a_buffer_before_it_changes_it_is_saved() -> None:
     found = gradient(Normed(), Partitioner([]))
     torch.testing.assert_close(found, exact(Normed()))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_forward_makes_of_a_parameter_before_it_writes_to_it_is_saved() -> None:
+    found = gradient(Renormed(), Partitioner([]))
+    torch.testing.assert_close(found, exact(Renormed()))
+
+
+def test_the_conjugate_of_a_number_is_no_view() -> None:
+    conj = torch.ops.aten._conj.default
+    graph = fx.Graph()
+    number = graph.call_function(conj, (1 + 1j,))
+    given = graph.placeholder("x")
+    tensor = graph.call_function(conj, (given,))
+    assert nodes.base_of(number) is number
+    assert nodes.base_of(tensor) is given
 
 
 @pytest.mark.filterwarnings("ignore")
