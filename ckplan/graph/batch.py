@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ckplan.graph.graph import Graph
+from ckplan.graph.records import TensorType
 
 _SHAPE = re.compile(r"\[(\d+(?:,\d+)*)\]")
 
@@ -28,6 +29,18 @@ def batch_rows(graph: Graph) -> int | None:
     """Rows of the batch: a size of its first tensor that counts them; None if none."""
     dim = batch_dim(graph)
     return next((s[dim] for s in batch_shapes(graph) if len(s) > dim), None)
+
+
+def is_of_batch(graph: Graph, tensor: TensorType | None) -> bool:
+    """Whether an input has the batch's rows: a loop may hold a data set, or averages.
+
+    One of which no shape is known counts.
+    """
+    if tensor is None:
+        return True
+    dim, shape = batch_dim(graph), tensor.shape
+    has_rows = len(shape) > dim and shape[dim] == batch_rows(graph)
+    return has_rows or shape in batch_shapes(graph)
 
 
 def row_dims(one: Graph, other: Graph) -> dict[str, int]:

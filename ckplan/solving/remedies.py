@@ -13,7 +13,7 @@ from functools import partial
 
 from ckplan import units
 from ckplan.errors import PlanError
-from ckplan.graph.batch import batch_rows
+from ckplan.graph.batch import batch_rows, is_of_batch
 from ckplan.graph.graph import Graph
 from ckplan.graph.grouped_updates import group_size, with_grouped_update
 from ckplan.graph.records import BEFORE_STEP, OUTSIDE_CALLS, Op, Storage, TensorType
@@ -155,26 +155,48 @@ def _smaller_batch(
     for parts in (2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128):
         if parts > rows:
             return
-        smaller = _with(graph, partial(_in_parts, parts, graph.backward_stop))
+        smaller = _with(graph, partial(_in_parts, parts, graph))
         peak_bytes = Simulator(smaller).run(regions).peak_bytes
         if limit_bytes is None or peak_bytes <= limit_bytes:
             yield Remedy(
                 SMALLER,
-                f"a batch of {rows // parts} in place of {rows}, with --accumulate "
-                f"{parts}",
+                f"a batch of {rows // parts} in place of {rows}, "
+                f"{_accumulated(graph, parts)}",
                 peak_bytes,
-                SAME,
+                bits_of_parts(graph),
                 about=True,
             )
             return
 
 
-def _in_parts(parts: int, stop: int, number: int, one: Storage) -> Storage:
+def _accumulated(graph: Graph, parts: int) -> str:
+    if "script" in graph.options.get("workload", {}):  # its options are its own
+        return f"accumulated {parts} times as often, in the script"
+    return f"with --accumulate {parts * graph.num_batches}"
+
+
+def bits_of_parts(graph: Graph) -> str:
+    """What a batch in parts does to results: sums of rows round, batch norms differ."""
+    norms = (
+        op
+        for op in graph.ops[: graph.num_forward]
+        if "batch_norm" in op.name and not op.name.endswith("no_training")
+    )
+    mixes = any("InstanceNorm" not in _module_of(graph, op) for op in norms)
+    return CHANGES if mixes else CLOSE
+
+
+def _module_of(graph: Graph, op: Op) -> str:
+    return "" if op.call == OUTSIDE_CALLS else graph.calls[op.call].module
+
+
+def _in_parts(parts: int, graph: Graph, number: int, one: Storage) -> Storage:
     """A tensor of one part of the batch, if it is made before the optimizer's step."""
     del number
-    grows = one.kind in ("activation", "input") or (
-        one.kind == "temporary" and BEFORE_STEP < one.maker < stop
+    grows = one.kind == "activation" or (
+        one.kind == "temporary" and BEFORE_STEP < one.maker < graph.backward_stop
     )
+    grows = grows or (one.kind == "input" and is_of_batch(graph, one.tensor))
     return replace(one, bytes=-(-one.bytes // parts)) if grows else one
 
 

@@ -7,10 +7,11 @@ from dataclasses import replace
 
 from ckplan.simulating.allocations import reserved_bytes
 from ckplan.simulating.simulate import Simulator
+from ckplan.solving.remedies import bits_of_parts
 from ckplan.tuning.plan_levers import has_plan_levers
 from ckplan.tuning.search import WaySearch
 from ckplan.tuning.searches import Searches
-from ckplan.tuning.settings import CLOSE, SAME, Lever, Setting
+from ckplan.tuning.settings import SAME, Lever, Setting
 from ckplan.tuning.tuned import LeverRow, pays_over
 
 RECOMPUTE = "recompute"
@@ -109,7 +110,7 @@ def row_of_accumulation(searches: Searches) -> LeverRow:
     pays = pays_over(alone, without)
     return LeverRow(
         name=f"{ACCUMULATE} {_MANY}",
-        bits=CLOSE,
+        bits=bits_of_parts(base.graph_at(searches.rows)),
         saved_bytes=peaks[0] - peaks[1],
         seconds_per_sample=alone.seconds_per_sample if alone else None,
         pays=pays,

@@ -28,7 +28,15 @@ from ckplan.simulating.allocations import has_room, reserved_bytes
 from ckplan.simulating.simulate import Simulator, simulate
 from ckplan.solving.alternatives import alternatives
 from ckplan.solving.planner import Planner
-from ckplan.solving.remedies import CHANGES, CLOSE, SAME, held_caches, remedies
+from ckplan.solving.remedies import (
+    CHANGES,
+    CLOSE,
+    SAME,
+    SMALLER,
+    Remedy,
+    held_caches,
+    remedies,
+)
 from ckplan.tuning.known_batches import KnownBatches, batches_of
 from ckplan.units import format_bytes
 
@@ -232,6 +240,36 @@ def test_remedies_are_replayed_and_come_in_order_of_cost() -> None:
         len(found) - 1
     )  # no batch is that small
     assert {one.fits for one in remedies(graph, regions[1], half)} == {True, False}
+
+
+def test_a_smaller_batch_is_no_promise_of_bits_and_leaves_a_data_set_as_it_is() -> None:
+    def smaller(graph: Graph) -> Remedy:
+        (found,) = (one for one in remedies(graph, ()) if one.name == SMALLER)
+        return found
+
+    graph = of_batch(4)
+    held = Storage(999 * MIB, "input", BEFORE_STEP, len(graph.ops))
+    typed = [
+        replace(
+            graph,
+            storages=(
+                *graph.storages,
+                replace(held, tensor=TensorType("int64", shape)),
+            ),
+        )
+        for shape in ((4, 9), (4096, 9))
+    ]
+    whole, half = smaller(typed[1]).peak_bytes, smaller(typed[0]).peak_bytes
+    assert whole - half == held.bytes // 2
+    assert smaller(graph).bits == CLOSE
+    normed = replace(graph.ops[0], name="native_batch_norm")
+    for name, bits in (("BatchNorm2d", CHANGES), ("InstanceNorm2d", CLOSE)):
+        calls = tuple(replace(one, module=name) for one in graph.calls)
+        with_norm = replace(graph, ops=(normed, *graph.ops[1:]), calls=calls)
+        assert smaller(with_norm).bits == bits
+    assert smaller(graph).how == "a batch of 2 in place of 4, with --accumulate 2"
+    scripted = replace(graph, options={"workload": {"script": ["train.py"]}})
+    assert smaller(scripted).how.endswith("accumulated 2 times as often, in the script")
 
 
 def test_a_model_in_16_bits_is_not_told_to_halve_its_parameters() -> None:
