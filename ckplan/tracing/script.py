@@ -11,23 +11,25 @@ from __future__ import annotations
 import os
 import runpy
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from ckplan.applying.tensors.compiled import uncompiled
 from ckplan.errors import CkplanError, WorkloadError, did_you_mean
 from ckplan.tracing.costs.calibrate import Progress
 from ckplan.tracing.cut_batches import BatchCutter, cutter_of
 from ckplan.tracing.loop_errors import check_script, not_recorded, script_raised
 from ckplan.tracing.record import LoopRecorder, steps_ahead
+from ckplan.tracing.trained_models import inside_wrapper, size_of, trained_models
 from ckplan.training.fingerprint import parameter_shapes
-
-_WRAPPERS = ("DistributedDataParallel", "DataParallel")
 
 
 class _RecordedError(BaseException):
@@ -70,6 +72,7 @@ class ScriptRecorder:
         }
         self._roots: dict[nn.Module, None] = {}
         self._running: list[nn.Module] = []
+        self._uncompiled, self._is_uncompiled = ExitStack(), False
         self._pid = os.getpid()
 
     @contextmanager
@@ -87,9 +90,31 @@ class ScriptRecorder:
             if self.cutter is not None:
                 stack.enter_context(self.cutter.cutting())
             self._calls = hooks[:2]
+            stack.enter_context(self._compiling_nothing())
             yield
         if self.recorder is not None:
             self.recorder.__exit__()
+
+    @contextmanager
+    def _compiling_nothing(self) -> Iterator[None]:
+        """A scope in which what the script compiles runs op by op until it is recorded.
+
+        Dynamo cannot trace hooks of all modules. To import it takes seconds, so that is
+        left to scripts that compile.
+        """
+        compile_of_torch = torch.compile
+
+        def compiled(*args: Any, **how: Any) -> Any:
+            made = compile_of_torch(*args, **how)
+            if not self.done and not self._is_uncompiled:
+                self._is_uncompiled = True
+                hooks = "Using `torch.compile.module.` when there are global hooks"
+                warnings.filterwarnings("ignore", hooks)
+                self._uncompiled.enter_context(uncompiled())
+            return made
+
+        with self._uncompiled, mock.patch.object(torch, "compile", compiled):
+            yield
 
     @property
     def num_alike(self) -> int:
@@ -100,7 +125,7 @@ class ScriptRecorder:
         model = self.model
         if model is None:
             return 0
-        shapes, others = parameter_shapes(model), [*map(_inside_wrapper, self._roots)]
+        shapes, others = parameter_shapes(model), [*map(inside_wrapper, self._roots)]
         alike = (one for one in others if type(one) is type(model))
         return len({id(one) for one in alike if parameter_shapes(one) == shapes})
 
@@ -132,75 +157,55 @@ class ScriptRecorder:
         del given
         if os.getpid() != self._pid or self.done or self.error:
             return
-        if any(optimizer is known for known in self.optimizers):
+        is_known = any(optimizer is known for known in self.optimizers)
+        if is_known and self.recorder is not None:
             return  # the recorder has its own hook
-        self.optimizers.append(optimizer)
-        if self.recorder is not None:
-            self.recorder.__exit__()
         try:
-            self.model = chosen_model(self._roots, self.optimizers, self._wanted)
-            if self.model is not None:
-                self.recorder = LoopRecorder(
-                    self.model, self.optimizers, on_done=self._done, **self._how
-                ).start()
+            if is_known:
+                self.check_model()
+                return
+            self._begin_with(optimizer)
         except CkplanError as error:
             self.error = error
             raise _RecordedError from None
 
+    def _begin_with(self, optimizer: torch.optim.Optimizer) -> None:
+        """Record what follows, if the model is known by now."""
+        self.optimizers.append(optimizer)
+        if self.recorder is not None:
+            self.recorder.__exit__()
+        models = trained_models(self._roots, self.optimizers)
+        if self._wanted is not None:
+            models = [m for m in models if type(m).__name__ == self._wanted]
+        self.model = max(models, key=size_of, default=None)
+        if self.model is not None:
+            self.recorder = LoopRecorder(
+                self.model, self.optimizers, on_done=self._done, **self._how
+            ).start()
+
+    def check_model(self) -> None:
+        """Refuse a type of which a whole step has trained no model.
+
+        Raises:
+            WorkloadError: With the types that it trains.
+        """
+        models = trained_models(self._roots, self.optimizers)
+        if self._wanted is None or self.model is not None or not models:
+            return
+        names = sorted({type(one).__name__ for one in models})
+        near = did_you_mean(self._wanted, names) or names[0]
+        raise WorkloadError(
+            f"cannot record a {self._wanted}: the script trains none",
+            needed=f"--model {' or '.join(names)}",
+            hint=f"--model {near}",
+        )
+
     def _done(self) -> None:
         for hook in self._calls:
             hook.remove()
+        self._uncompiled.close()
         assert self.recorder is not None, "internal error: nothing is recorded"
         self._on_done(self.recorder)
-
-
-def chosen_model(
-    roots: Sequence[nn.Module] | dict[nn.Module, None],
-    optimizers: Sequence[torch.optim.Optimizer],
-    wanted: str | None,
-) -> nn.Module | None:
-    """The model to record: of those that are trained, the one with most parameters.
-
-    Args:
-        roots: The modules that ran outside all others, under gradients.
-        optimizers: The optimizers that have stepped.
-        wanted: Its type; None for any.
-
-    Returns:
-        The model; None if no root is trained so far.
-
-    Raises:
-        WorkloadError: No root has the wanted type.
-    """
-    trained = {
-        id(p)
-        for one in optimizers
-        for group in one.param_groups
-        for p in group["params"]
-    }
-    found = [*map(_inside_wrapper, roots)]
-    models = [m for m in found if any(id(p) in trained for p in m.parameters())]
-    if wanted is not None:
-        named = [m for m in models if type(m).__name__ == wanted]
-        if models and not named:
-            names = sorted({type(m).__name__ for m in models})
-            near = did_you_mean(wanted, names) or names[0]
-            raise WorkloadError(
-                f"cannot record a {wanted}: the script trains none",
-                needed=f"--model {' or '.join(names)}",
-                hint=f"--model {near}",
-            )
-        models = named
-    return max(models, key=_size_of, default=None)
-
-
-def _inside_wrapper(module: nn.Module) -> nn.Module:
-    wrapped = type(module).__name__ in _WRAPPERS
-    return cast(nn.Module, module.module) if wrapped else module
-
-
-def _size_of(model: nn.Module) -> int:
-    return sum(p.numel() for p in model.parameters())
 
 
 def record_script(
@@ -278,6 +283,8 @@ def _check_recorded(
         return
     if isinstance(ended, CkplanError):
         raise ended
+    if ended is None:
+        watch.check_model()
     if watch.cutter is not None:
         watch.cutter.explain(ended)
     raise not_recorded(

@@ -138,6 +138,72 @@ def test_one_of_several_models_is_recorded(run: Run, script: str) -> None:
     assert not Path("other.json.gz").exists()
 
 
+GAN = """
+import torch
+from torch import nn
+
+class Maker(nn.Linear): pass
+class Judge(nn.Linear): pass
+
+maker, judge = Maker(8, 8), Judge(8, 1)
+steps = [torch.optim.Adam(one.parameters()) for one in (maker, judge)]
+for _ in range(4):
+    made = maker(torch.randn(4, 8))
+    for given, optimizer in ((made.detach(), steps[1]), (made, steps[0])):
+        optimizer.zero_grad()
+        judge(given).mean().backward()
+        optimizer.step()
+"""
+
+
+def test_a_model_may_be_stepped_after_another_one(run: Run, folder: Path) -> None:
+    (folder / "gan.py").write_text(GAN)
+    for name in ("Maker", "Judge"):
+        ended = run("record", "--model", name, "-o", f"{name}.json.gz", "gan.py")
+        assert ended.code == 0, ended.err
+        assert trace_file.load(Path(f"{name}.json.gz")).model == name
+    for steps in ("range(4)", "range(1)"):  # one that ends before it is clear, too
+        (folder / "gan.py").write_text(GAN.replace("range(4)", steps))
+        ended = run("record", "--model", "Make", "-o", "other.json.gz", "gan.py")
+        assert ended.code == 1
+        assert "--model Judge or Maker" in ended.err
+
+
+COMPILED = """
+import torch
+from torch import nn
+
+calls = []
+
+def backend(graph, inputs):
+    calls.append(graph)
+    return graph
+
+model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 1))
+model = torch.compile(model, backend=backend)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for _ in range(3):
+    optimizer.zero_grad()
+    model(torch.ones(4, 8)).mean().backward()
+    optimizer.step()
+print("compiled", len(calls))
+"""
+
+
+def test_what_a_script_compiles_is_recorded_op_by_op(
+    run: Run, folder: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    (folder / "compiles.py").write_text(COMPILED)
+    ended = run("record", "-o", "t.json.gz", "compiles.py")
+    assert ended.code == 0, ended.err
+    graph = trace_file.load(Path("t.json.gz"))
+    assert graph.model == "Sequential"
+    assert [call.fqn for call in graph.calls] == ["", "0", "1", "2"]
+    ended = run("record", "--continue", "--force", "-o", "t.json.gz", "compiles.py")
+    assert (ended.code, ended.out) == (0, "compiled 1\n")  # when that is done
+    assert not list(recwarn)
+
+
 def test_force_stands_before_the_script(run: Run, script: str) -> None:
     Path("t.json.gz").write_text("kept")
     ended = run("record", "-o", "t.json.gz", script)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import takewhile
 
 from torch import nn
@@ -20,6 +20,8 @@ from ckplan.errors import PlanError
 from ckplan.graph.fqn import is_around
 from ckplan.graph.patterns import expand_modules, parse_call
 from ckplan.plan.plan import PlannedRegion
+
+_COMPILED = "_orig_mod"  # what torch.compile has the model as
 
 
 def choices_of(
@@ -83,11 +85,17 @@ def _call(
 
 
 def _expand(
-    region: PlannedRegion, pattern: str, fqns: Iterable[str]
+    region: PlannedRegion, pattern: str, fqns: Collection[str]
 ) -> tuple[tuple[str, frozenset[int] | None], ...]:
     try:
         return expand_modules(pattern, fqns)
     except PlanError as error:
+        if _COMPILED in fqns:
+            error = PlanError(
+                error.what,
+                needed="the model itself, not what torch.compile made of it",
+                hint="torch.compile(ckplan.apply(model, plan))",
+            )
         raise region.located(error) from None
 
 
