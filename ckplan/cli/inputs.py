@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from ckplan.training.step import Training
 
 TRACES = Path("traces")
+_MOST_BESIDE = 5  # traces in the folder of a plan
 _LONGEST_NAME = 120
 _PLAN_SUFFIXES = (".yaml", ".yml")
 
@@ -151,6 +153,34 @@ def find_trace(path: Path | None, usual: Path) -> Graph | None:
         return trace_file.load(usual) if usual.is_file() else None
     except CkplanError:
         return None  # verify works without a trace
+
+
+def trace_beside(path: Path, plan: Plan) -> Graph | None:
+    """The trace that a plan was made of, if it lies beside it.
+
+    Args:
+        path: The plan's file; the newest traces of its folder are looked at.
+        plan: What the file has: the workload, and its unplanned peak.
+    """
+    from ckplan.graph import file as trace_file
+    from ckplan.plan.plan import plan_fingerprint
+    from ckplan.plan.workload import plan_workload
+    from ckplan.simulating.simulate import simulate
+
+    wanted = plan.predicted and plan.predicted.unplanned_peak_bytes
+    with suppress(OSError):
+        files = path.resolve().parent.glob("*.json.gz")
+        newest = sorted(files, key=lambda one: -one.stat().st_mtime)
+        for one in newest[:_MOST_BESIDE]:
+            with suppress(CkplanError):
+                graph = trace_file.load(one)
+                if (
+                    plan_workload(graph.options) == plan.workload
+                    and plan_fingerprint(graph.fingerprint) == plan.fingerprint
+                    and simulate(graph).peak_bytes == wanted
+                ):
+                    return graph
+    return None
 
 
 def target_and_plan(given: Sequence[str]) -> tuple[str | None, Path]:

@@ -16,6 +16,7 @@ from ckplan.cli.inputs import (
     check_page_output,
     check_plot_output,
     find_trace,
+    trace_beside,
     trace_of_plan,
 )
 from ckplan.cli.options import (
@@ -88,7 +89,10 @@ def verify(
     ] = None,
     trace: Annotated[
         Path | None,
-        typer.Option(help="Predicts the timeline.  [default: traces/NAME.json.gz]"),
+        typer.Option(
+            help="Predicts the timeline.  [default: traces/NAME.json.gz, or beside the "
+            "plan]"
+        ),
     ] = None,
     plot: Annotated[
         Path | None,
@@ -118,7 +122,8 @@ def verify(
     if plot is not None:
         check_plot_output(plot, force)
     spec, training, seed = workload
-    loaded, known = _plan_and_trace(workload, given or budget, device, trace)
+    wanted = given or budget
+    loaded, known = _plan_and_trace(workload, wanted, chosen, device, trace)
     if save is not None:
         plan_file.save(loaded, save, force=force)
         print_message(f"wrote {save}")
@@ -156,6 +161,7 @@ def verify(
 def _plan_and_trace(
     workload: Remembered,
     wanted: Plan | str | None,
+    chosen: Path | None,
     device: str | None,
     path: Path | None,
 ) -> tuple[Plan, Graph | None]:
@@ -167,7 +173,12 @@ def _plan_and_trace(
 
     spec, training, seed = workload
     if isinstance(wanted, Plan):
-        return wanted, find_trace(path, trace_of_plan(spec, training, seed, wanted))
+        found = find_trace(path, trace_of_plan(spec, training, seed, wanted))
+        if found is None and chosen is not None:
+            found = trace_beside(chosen, wanted)
+        if found is None:
+            print_message("no trace of it is known: --trace FILE predicts seconds, too")
+        return wanted, found
     from ckplan.graph import file as trace_file
     from ckplan.report.progress import ProgressLine
     from ckplan.solving.solve import solve_plan

@@ -31,7 +31,7 @@ from ckplan.tracing.faking.fake_mode import fake_tensors
 from ckplan.training.failures import first_line
 from ckplan.training.fingerprint import fingerprint
 from ckplan.training.randomness import seed_everything
-from ckplan.training.workload import Workload
+from ckplan.training.workload import Workload, mode_notes
 
 _SIMULATED = "simulated, not replayed: `verify --compile` does, on the card itself"
 NOTE_NO_OPTIMIZER = (
@@ -87,6 +87,7 @@ def profile_for_card(
         f"traced under fake tensors, translated to CUDA on {gpu.name}",
         *(f"as CUDA does it: {what}" for what in words),
         f"peaks are {_SIMULATED}",
+        *mode_notes(workload.model),
         NOTE_NO_OPTIMIZER,
     )
     known = {**step.graph.fingerprint, "batch": shapes}

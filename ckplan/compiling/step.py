@@ -31,7 +31,7 @@ from ckplan.training.loading import WorkloadSpec, as_spec
 from ckplan.training.losses import arguments_of, pick_loss
 from ckplan.training.remembered import describe_workload
 from ckplan.training.step import AMP, Training
-from ckplan.training.workload import Workload
+from ckplan.training.workload import Workload, mode_notes
 
 
 def loss_of_model(model: nn.Module, workload: Workload) -> torch.Tensor:
@@ -215,6 +215,7 @@ def profile_compiled(
     peak_bytes = parts.unplanned_peak_bytes
     peak = units.format_bytes(peak_bytes)
     notes = [f"replay of the generated code: {peak} ({peak_bytes} B) unplanned"]
+    notes += mode_notes(workload.model)
     if parts.notice is not None:
         notes.append(parts.notice)
     elif len(parts.runs) > 1:

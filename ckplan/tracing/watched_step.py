@@ -30,7 +30,13 @@ from ckplan.training.failures import (
 from ckplan.training.fingerprint import fingerprint
 from ckplan.training.optimizers import step_counts
 from ckplan.training.step import Training, TrainingStep, make_step
-from ckplan.training.workload import Workload, check_not_lazy, on_device, tensors_of
+from ckplan.training.workload import (
+    Workload,
+    check_not_lazy,
+    mode_notes,
+    on_device,
+    tensors_of,
+)
 
 NOTE_PREDICTED = "optimizer: predicted only, as one byte for each of two states"
 NOTE_ADAMW = "assumed optimizer: adamw (--optimizer)"
@@ -150,7 +156,8 @@ def several_forwards(recording: Recording) -> dict[str, Any]:
 
 
 def _assumed(workload: Workload, training: Training) -> Iterator[str]:
-    """What nobody said about a workload without a file."""
+    """What nobody said about a workload, or what it is not likely to mean."""
+    yield from mode_notes(workload.model)
     yield from workload.assumptions
     if workload.source and training.optimizer is None:
         yield NOTE_ADAMW

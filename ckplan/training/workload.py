@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -268,6 +268,15 @@ def _no_rows(workload: Workload) -> WorkloadError:
         + " is the number of rows",
         hint=hint,
     )
+
+
+def mode_notes(model: nn.Module) -> Iterator[str]:
+    """What a trace says of a model that is not in its training mode."""
+    if not model.training:
+        yield (
+            "the model is in evaluation mode, without dropout: if it trains otherwise, "
+            "call model.train() before, in the workload's factory, too"
+        )
 
 
 def check_not_lazy(

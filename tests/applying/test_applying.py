@@ -263,6 +263,33 @@ def test_a_plan_for_another_model_changes_nothing(
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
+class Named(nn.Linear):
+    """Its batch has names."""
+
+    def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        return super().forward(x) * scale
+
+
+@pytest.mark.parametrize("planned", ["x", "0"])
+@pytest.mark.parametrize("by_name", [False, True])
+def test_a_larger_batch_is_told_by_name_and_by_position(
+    planned: str, by_name: bool
+) -> None:
+    shapes = {"batch": {planned: "float32[4,8]"}}
+    model = applying.apply(Named(8, 8), Plan(fingerprint=shapes))
+    x = torch.randn(6, 8)
+    with pytest.warns(UserWarning, match=rf"{planned} is float32\[6,8\], planned was"):
+        model(x=x) if by_name else model(x)
+
+
+def test_the_first_step_at_a_smaller_batch_is_told_by_name() -> None:
+    shapes = {"batch": {"x": "float32[4,8]"}}
+    plan = Plan(fingerprint=shapes, workload={"micro_batch": 4})
+    model = applying.apply(Named(8, 8), plan)
+    with pytest.warns(UserWarning, match="tuned for a micro-batch of 4, and x is"):
+        model(torch.randn(2, 8))
+
+
 def test_other_shapes_than_planned_are_a_warning_that_names_the_field() -> None:
     model = build("residual").model
     plan = Plan(fingerprint={"parameters": "0" * 16}, regions=(PlannedRegion("0"),))

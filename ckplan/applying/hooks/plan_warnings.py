@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable
+from contextlib import suppress
+from inspect import Parameter, signature
 from typing import Any
 
 import torch
@@ -90,14 +92,14 @@ def warn_of_other_device(plan: Plan, model: nn.Module) -> bool:
 
 
 def warn_of_smaller_batch(
-    plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]
+    plan: Plan, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
     """Warn if a tuned plan's first batch has fewer rows than its setting."""
     rows = plan.workload.get("micro_batch")
     planned = plan.fingerprint.get("batch", {})
     if rows is None:
         return
-    for name, here in batch_shapes(args, kwargs).items():
+    for name, here in _shapes_by_name(model, args, kwargs).items():
         before = count_elements(planned.get(name, ""))
         if 0 < count_elements(here) < before:
             warnings.warn(
@@ -127,11 +129,11 @@ def other_autocast(plan: Plan, device: str) -> str:
 
 
 def warn_of_larger_batch(
-    plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]
+    plan: Plan, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> bool:
     """Warn if a batch has more elements than planned; return whether."""
     planned = plan.fingerprint.get("batch", {})
-    for name, here in batch_shapes(args, kwargs).items():
+    for name, here in _shapes_by_name(model, args, kwargs).items():
         before = count_elements(planned.get(name, ""))
         times = count_elements(here) / before if before else 0.0
         if times > 1:
@@ -142,3 +144,21 @@ def warn_of_larger_batch(
             warnings.warn(f"the batch is larger than planned: {what}", stacklevel=4)
             return True
     return False
+
+
+def _shapes_by_name(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[str, str]:
+    """Shapes of arguments by position and by name, whichever of both was planned."""
+    shapes = batch_shapes(args, kwargs)
+    with suppress(TypeError, ValueError):  # a forward without a signature
+        found = signature(model.forward).parameters.values()
+        named = [one.name for one in found if one.kind in _POSITIONAL]
+        for place, name in enumerate(named):
+            here = shapes.get(name, shapes.get(str(place)))
+            if here is not None:
+                shapes |= {name: here, str(place): here}
+    return shapes
+
+
+_POSITIONAL = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)

@@ -165,10 +165,10 @@ class Session:
         if not torch.is_grad_enabled():
             return
         if not self.ended:
-            warn_of_smaller_batch(self.plan, args, kwargs)
+            warn_of_smaller_batch(self.plan, module, args, kwargs)
             self.check_autocast(module, "")
         if not self.larger and self._is_new(args, kwargs):
-            self.larger = warn_of_larger_batch(self.plan, args, kwargs)
+            self.larger = warn_of_larger_batch(self.plan, module, args, kwargs)
         if self.ended and (idle := idle_regions(self.choices)):
             self.warn_once("idle", idle)
 
