@@ -27,12 +27,14 @@ if TYPE_CHECKING:
     from ckplan.auto import auto
     from ckplan.autotune import largest_batch, tune
     from ckplan.compiling import backend, compile
-    from ckplan.errors import CkplanError
+    from ckplan.errors import CkplanError, InfeasibleError
     from ckplan.fitting.fit import fit
     from ckplan.graph.file import load as load_graph
+    from ckplan.graph.file import save as save_graph
     from ckplan.graph.graph import Graph
     from ckplan.graph.sharding import shard
     from ckplan.plan.file import load as load_plan
+    from ckplan.plan.file import save as save_plan
     from ckplan.plan.plan import Plan
     from ckplan.report.html import save_report
     from ckplan.report.tuned_page import save_tuned_report
@@ -51,6 +53,7 @@ if TYPE_CHECKING:
 __all__ = [
     "CkplanError",
     "Graph",
+    "InfeasibleError",
     "Plan",
     "__version__",
     "apply",
@@ -68,6 +71,8 @@ __all__ = [
     "profile",
     "record",
     "remove",
+    "save_graph",
+    "save_plan",
     "save_report",
     "save_tuned_report",
     "shard",
@@ -87,6 +92,7 @@ __all__ = [
 _HOME = {
     "CkplanError": "ckplan.errors:CkplanError",
     "Graph": "ckplan.graph.graph:Graph",
+    "InfeasibleError": "ckplan.errors:InfeasibleError",
     "Plan": "ckplan.plan.plan:Plan",
     "apply": "ckplan.applying:apply",
     "auto": "ckplan.auto:auto",
@@ -103,6 +109,8 @@ _HOME = {
     "profile": "ckplan.tracing.profile:profile",
     "record": "ckplan.tracing.record:record",
     "remove": "ckplan.applying:remove",
+    "save_graph": "ckplan.graph.file:save",
+    "save_plan": "ckplan.plan.file:save",
     "save_report": "ckplan.report.html:save_report",
     "save_tuned_report": "ckplan.report.tuned_page:save_tuned_report",
     "shard": "ckplan.graph.sharding:shard",

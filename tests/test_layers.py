@@ -75,7 +75,8 @@ ROOMS: dict[str, set[str]] = {
     | {"tracing.faking"},
     "tracing": BASICS
     | CORE
-    | {"graph.sharding", "encodings", "training", "applying", "tracing.faking"}
+    | {"graph.sharding", "encodings", "training", "applying", "applying.tensors"}
+    | {"tracing.faking"}
     | {"tracing.recording", "tracing.costs", "tracing.hazards", "tracing.cuda"}
     | {"tracing.steps"},
     "compiling": BASICS

@@ -30,6 +30,11 @@ def check_alone(others: Iterable[object], rest_is_default: bool) -> None:
         )
 
 
+def is_compiled(asked: bool, plan: Plan | None) -> bool:
+    """Whether a step is to be compiled: as asked, or since its plan is for that."""
+    return asked or (plan is not None and "compiled" in plan.fingerprint)
+
+
 def profile_in_compiled(
     spec: WorkloadSpec,
     amp: str | None,

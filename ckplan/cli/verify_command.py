@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ckplan.cli import inputs
-from ckplan.cli.compiled import check_alone, verify_in_compiled
+from ckplan.cli.compiled import check_alone, is_compiled, verify_in_compiled
 from ckplan.cli.inputs import (
     check_page_output,
     check_plot_output,
@@ -109,12 +109,13 @@ def verify(
     from ckplan.plan import file as plan_file
 
     target, chosen = inputs.target_and_wish(target_and_plan, budget)
+    given = None if chosen is None else plan_file.load(chosen)
+    compiled = is_compiled(compiled, given)
     if compiled:
         others = (cap, spill, trace, plot, report)
         check_alone(others, step.is_plain and not (fake or energy))
     else:
         inputs.check_wish(chosen, budget, save, force)
-    given = None if chosen is None else plan_file.load(chosen)
     workload = step.completed(target, source, seed, given)
     if compiled:
         verify_in_compiled(workload, given, budget, device, steps, save, force, as_json)
@@ -177,7 +178,7 @@ def _plan_and_trace(
         if found is None and chosen is not None:
             found = trace_beside(chosen, wanted)
         if found is None:
-            print_message("no trace of it is known: --trace FILE predicts seconds, too")
+            print_message("no trace of it: --trace FILE predicts seconds and timeline")
         return wanted, found
     from ckplan.graph import file as trace_file
     from ckplan.report.progress import ProgressLine

@@ -286,15 +286,32 @@ def _is_workload(name: str) -> GraphError:
     )
 
 
-def save(graph: Graph, path: Path, *, force: bool = False) -> None:
+def save(graph: Graph, path: str | Path, *, force: bool = False) -> None:
     """Write a graph file, whole or not at all; gzipped if the name ends in ``.gz``."""
     content = dumps(graph).encode()
-    if path.suffix == ".gz":
+    if Path(path).suffix == ".gz":
         content = gzip.compress(content, compresslevel=6, mtime=0)
     files.write_bytes(path, content, force=force)
 
 
-def load(path: Path) -> Graph:
+def step_of(given: Graph | str | Path) -> Graph:
+    """A step, or that of a file.
+
+    Raises:
+        GraphError: It is neither, or see ``load``.
+    """
+    if isinstance(given, (str, Path)):
+        return load(given)
+    if not isinstance(given, Graph):
+        raise GraphError(
+            f"cannot solve a {type(given).__name__}",
+            needed="a recorded step, or the path of its file",
+            hint="ckplan.solve(ckplan.profile(model, batch), budget='12GiB')",
+        )
+    return given
+
+
+def load(path: str | Path) -> Graph:
     """Read a graph file, gzipped or not.
 
     Raises:

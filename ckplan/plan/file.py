@@ -91,7 +91,7 @@ _EXAMPLES = {  # place in the file -> example
 # -- writing -------------------------------------------------------------------------
 
 
-def save(plan: Plan, path: str | Path, *, force: bool) -> None:
+def save(plan: Plan, path: str | Path, *, force: bool = False) -> None:
     """Write a plan file, whole or not at all.
 
     Raises:

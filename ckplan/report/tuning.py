@@ -33,7 +33,7 @@ def tuned_report(found: Tuned) -> RenderableType:
             key_value_table(_best(found)),
         ),
         section(
-            "Levers alone, and with the best setting (bold: it has them; then without)",
+            "Levers alone, and with the best setting (*: it has them; then without)",
             _levers(found),
         ),
         section("Samples per second by batch", _curve(found)),
@@ -122,7 +122,9 @@ def _best(found: Tuned) -> Iterator[tuple[str, str]]:
 def _levers(found: Tuned) -> Table:
     table = make_table(*LEVER_HEADERS, texts=2)
     for row in found.levers:
-        add_row(table, *lever_cells(row), bold=row.in_best)
+        name, *others = lever_cells(row)
+        name += " *" * row.in_best  # a pipe shows no bold letters
+        add_row(table, name, *others, bold=row.in_best)
     return table
 
 

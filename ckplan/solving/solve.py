@@ -107,8 +107,7 @@ def solve_plan(
             the graph was profiled for another card or the CPU.
         InfeasibleError: No plan found fits; the floor and its owner are named.
     """
-    if isinstance(graph, (str, Path)):
-        graph = trace_file.load(Path(graph))
+    graph = trace_file.step_of(graph)
     if method not in METHODS:
         raise CkplanError(
             f"unknown method {method!r}",

@@ -85,6 +85,12 @@ def check_script(path: Path) -> None:
     Raises:
         WorkloadError: With the file of a near name.
     """
+    if str(path).startswith("-"):
+        raise WorkloadError(
+            f"cannot run the script: {path} is no option of `ckplan record`",
+            needed="the script before its options",
+            hint=f"ckplan record train.py {path}",
+        )
     if not path.is_file():
         near = files.nearest(path, "*.py")
         hint = (

@@ -44,7 +44,9 @@ def _import_file(path: Path) -> ModuleType:
         raise WorkloadError(
             f"cannot read the workload: {path} is not there",
             needed="a Python file with a function build()",
-            hint=f"did you mean '{near.name}'?" if near else "check the path",
+            hint=f"did you mean '{near.name}'?"
+            if near
+            else f"a path from {Path.cwd()}",
         )
     digest = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:8]
     name = f"ckplan_workload_{path.stem}_{digest}"

@@ -691,7 +691,7 @@ def test_difference_exits_with_four(
     ended = run("verify", "model.py", "plan.yaml")
     assert ended.code == 4
     assert "differs       gradient of 0.weight, step 1" in ended.out
-    assert ended.err.startswith("error: the planned step differs")
+    assert "\nerror: the planned step differs" in ended.err
 
 
 @pytest.mark.parametrize(

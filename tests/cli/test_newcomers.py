@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -144,3 +146,61 @@ def test_auto_takes_a_card_alone_or_asks() -> None:
     assert ckplan.status(workload.model).plan == ckplan.solve(graph)
     with pytest.raises(CkplanError, match="neither a budget nor a card"):
         ckplan.auto(twin.model, torch.zeros(1))
+
+
+EVALUATED = """
+import torch
+from torch import nn
+
+def build(train=False):
+    model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(), nn.Linear(8, 1))
+    return model.train(train), torch.randn(4, 8)
+"""
+
+
+def test_a_model_in_evaluation_mode_is_noted(run: Run, folder: Path) -> None:
+    (folder / "evaluated.py").write_text(EVALUATED)
+    how = ("profile", "evaluated.py", "-o", "t.json.gz", "--force")
+    said = "the model is in evaluation mode"
+    assert said in " ".join(run(*how).out.split())
+    assert said not in " ".join(run(*how, "--set", "train=true").out.split())
+
+
+def test_verify_finds_the_trace_beside_a_plan_or_says_what_it_lacks(
+    run: Run, folder: Path
+) -> None:
+    for batch, name in ((64, "other.json.gz"), (512, "mine.json.gz")):
+        how = ("--set", f"batch={batch}", "-o", name)
+        assert run("profile", "model.py", *how).code == 0
+    assert run("solve", "mine.json.gz", "--budget", "90%", "-o", "plan.yaml").code == 0
+    verify, said = ("verify", "plan.yaml", "--steps", "0", "--json"), "no trace of it"
+    ended = run(*verify)
+    assert (ended.code, said in ended.err) == (0, False)
+    assert json.loads(ended.out)["phases"]["predicted"]
+    (folder / "mine.json.gz").unlink()
+    (folder / "cut.json.gz").write_bytes(b"\x1f\x8b")
+    ended = run(*verify)
+    assert (ended.code, said in ended.err) == (0, True)
+    assert not json.loads(ended.out)["phases"]["predicted"]
+
+
+def test_steps_and_plans_of_python_are_saved_and_loaded(folder: Path) -> None:
+    workload = build("residual")
+    graph = ckplan.profile(workload.model, workload.batch)
+    ckplan.save_graph(graph, "t.json.gz")
+    assert ckplan.load_graph("t.json.gz").saved == graph.saved
+    plan = ckplan.solve("t.json.gz", goal="min-memory")
+    ckplan.save_plan(plan, "plan.yaml")
+    assert ckplan.load_plan("plan.yaml") == plan
+    with pytest.raises(CkplanError, match="exists"):
+        ckplan.save_plan(plan, "plan.yaml")
+    ckplan.save_plan(plan, "plan.yaml", force=True)
+    with pytest.raises(ckplan.InfeasibleError):
+        ckplan.solve(graph, budget=1)
+
+
+def test_what_is_no_step_is_not_solved() -> None:
+    wrong: Any = nn.Linear(8, 8)
+    with pytest.raises(CkplanError, match="cannot solve a Linear") as refused:
+        ckplan.solve(wrong, "60%")
+    assert refused.value.hint.startswith("ckplan.solve(ckplan.profile(model, batch)")

@@ -223,6 +223,13 @@ def test_an_output_after_the_script_is_said_to_be_the_scripts(
     assert ended.code == 0 and said not in ended.err
 
 
+def test_an_option_of_the_script_before_it_is_told(run: Run, script: str) -> None:
+    ended = run("record", "--batch", "8", script)
+    assert ended.code == 1
+    assert "--batch is no option of `ckplan record`" in ended.err
+    assert "ckplan record train.py --batch" in ended.err
+
+
 @pytest.mark.parametrize("width", [8, 9])
 def test_models_that_look_alike_are_named(run: Run, folder: Path, width: int) -> None:
     (folder / "two.py").write_text(f"""

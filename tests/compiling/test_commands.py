@@ -130,7 +130,7 @@ def test_a_step_under_autocast_is_planned_and_verified_by_its_plan(
     assert 512 * 64 * 2 in made  # the hidden values, in 16 bits
     assert run("solve", "t.json", "--budget", "90%", "-o", "p.yaml").code == 0
     torch._dynamo.reset()
-    verified = run("verify", "p.yaml", "--compile", "--steps", "0", "--json")
+    verified = run("verify", "p.yaml", "--steps", "0", "--json")  # of compiled code
     assert verified.code == 0, verified.err
     assert "drops.py --amp bf16" in " ".join(verified.err.split())
     found = json.loads(verified.out)

@@ -244,7 +244,7 @@ def _open_nameless(folder: Path) -> int:
         raise ApplyError(
             f"cannot spill to '{folder}': {os.strerror(error.errno or 0)}",
             needed="a folder that can be written",
-            hint="--spill /tmp, or another folder on a local disk",
+            hint="/tmp, or another folder on a local disk",
         ) from error
     try:
         direct = os.open(name, os.O_RDWR | os.O_CLOEXEC | _DIRECT)
