@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from ckplan.training.loading import WorkloadSpec
     from ckplan.training.remembered import Remembered
     from ckplan.verifying.dry_run import DryRun
-    from ckplan.verifying.outcome import AbstractOutcome
     from ckplan.verifying.verify import Verification
 
 
@@ -107,6 +106,7 @@ def verify(
 ) -> None:
     """Train with a plan and without it, and compare the two."""
     from ckplan.plan import file as plan_file
+    from ckplan.report import verification
 
     target, chosen = inputs.target_and_wish(target_and_plan, budget)
     given = None if chosen is None else plan_file.load(chosen)
@@ -145,7 +145,7 @@ def verify(
     print_report(found.as_json() if as_json else shown)
     if calibrate and error is None and known is not None:
         error = _calibrate(found, known, device, loaded)
-    for warning in _warnings(found):
+    for warning in verification.warnings_about(found):
         print_message(f"warning: {warning}")
     if plot is not None:
         _save_timeline(plot, loaded.model or spec.name, found, known, loaded, force)
@@ -316,17 +316,6 @@ def _real(
             progress=progress,
             **options,
         )
-
-
-def _warnings(found: AbstractOutcome) -> list[str]:
-    """What users should know of the plan's regions."""
-    recorded = ", ".join(found.regions_recorded)
-    anew = (
-        f"each step records the forwards of {recorded} anew, as nothing tells that "
-        "they repeat an earlier one; `by: rerun` may be faster"
-    )
-    idle = [f"the region {call} never ran" for call in found.regions_idle]
-    return [*idle, *([anew] if recorded else [])]
 
 
 def _report_and_error(

@@ -236,7 +236,7 @@ def _no_module(
     pattern: str, name: str, fqns: Iterable[str], wording: tuple[str, str, str]
 ) -> PlanError:
     names = [fqn or "." for fqn in fqns]
-    shape = _NUMBER.sub("", name)
+    shape = _NUMBER.sub("", name.replace("*", ""))  # as other tools write patterns
     alike = _fold(near for near in names if _NUMBER.sub("", near) == shape)
     near = did_you_mean(name, alike) or next(iter(alike), None)
     if near is None and _RANGE.search(pattern):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from rich.console import Group, RenderableType
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from ckplan.verifying.verify import Verification
 
 _NONE = "n/a"
+_FAR = 0.05  # of a peak: what no prediction errs by
 
 
 def verification_report(found: Verification) -> RenderableType:
@@ -43,6 +45,28 @@ def verification_report(found: Verification) -> RenderableType:
         *([timeline_report(found.curves)] if found.curves else []),
         section("Planned against unplanned", key_value_table(rows)),
     )
+
+
+def warnings_about(found: AbstractOutcome) -> list[str]:
+    """What users should know of the plan's regions."""
+    recorded = ", ".join(found.regions_recorded)
+    anew = (
+        f"each step records the forwards of {recorded} anew, as nothing tells that "
+        "they repeat an earlier one; `by: rerun` may be faster"
+    )
+    idle = [f"the region {call} never ran" for call in found.regions_idle]
+    return [*idle, *([anew] if recorded else []), *_far_off(found)]
+
+
+def _far_off(found: AbstractOutcome) -> Iterator[str]:
+    """What to do with a plan whose prediction is that of another step."""
+    predicted = found.predicted_peak_bytes
+    measured = getattr(found, "measured_peak_bytes", None)  # a dry run has none
+    if predicted and measured and abs(measured / predicted - 1) > _FAR:
+        yield (
+            f"the step takes {measured / predicted:.2f} times what the plan predicts: "
+            "profile and solve it again"
+        )
 
 
 def dry_run_report(found: DryRun) -> RenderableType:

@@ -694,6 +694,22 @@ def test_difference_exits_with_four(
     assert "\nerror: the planned step differs" in ended.err
 
 
+@pytest.mark.parametrize(("peak_mib", "told"), [(16, False), (45, True)])
+def test_a_prediction_of_another_step_is_told(
+    run: Run,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    peak_mib: int,
+    told: bool,
+) -> None:
+    (folder / "plan.yaml").write_text(PLAN)
+    found = verification(measured_peak_bytes=peak_mib * 2**20 * 15 // 16)
+    monkeypatch.setattr(verifying, "verify", lambda *args, **kwargs: found)
+    ended = run("verify", "model.py", "plan.yaml")
+    said = f"takes {peak_mib / 16:.2f} times what the plan predicts"
+    assert (ended.code, said in ended.err) == (0, told)
+
+
 @pytest.mark.parametrize(
     "command",
     [

@@ -60,6 +60,7 @@ MODEL = [  # regions, what is said, what to try
     ("calls: '0.layers.[0..2]'", "no module '0.layers.0'", "'0.h.[0..2]'?"),
     ("calls: 0.h.1.attention", "no module '0.h.1.attention'", "'0.h.1.attn'?"),
     ("calls: '0.h.[0..11]'", "no module '0.h.3'", "'0.h.[0..2]'?"),
+    ("calls: '0.h.*.mlp'", "no module '0.h.*.mlp'", "'0.h.[0..2].mlp'?"),
     ("calls: '0.h.[0-2]'", "cannot read the calls", "'0.h.[0..2]'?"),
     ("calls: 0.h.1}, {calls: '0.h.[0..2]'", "overlap: 0.h.1 is named", "remove"),
     ("calls: '0'}, {calls: 0.h.1.mlp", "overlap: 0.h.1.mlp is inside 0", "remove"),

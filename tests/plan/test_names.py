@@ -126,7 +126,7 @@ def test_a_pattern_that_is_nearly_right_is_put_right(pattern: str, hint: str):
         ("h.12", "h.12", "did you mean 'h.[0..11]'?"),
         ("h.[0..12].mlp", "h.12.mlp", "did you mean 'h.[0..11].mlp'?"),
         ("h.[0..999999999]", "h.12", "did you mean 'h.[0..11]'?"),
-        ("h.*", "h.*", "did you mean 'h.9'?"),
+        ("h.*", "h.*", "did you mean 'h.[0..11]'?"),
         ("layers.[0..11]", "layers.0", "did you mean 'h.[0..11]'?"),
         ("h.3.attention", "h.3.attention", "did you mean 'h.3.attn'?"),
         ("bananas", "bananas", "`ckplan show TRACE` lists them"),
