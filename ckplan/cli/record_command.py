@@ -106,9 +106,10 @@ def _write(watch: ScriptRecorder, script: list[str], path: Path, force: bool) ->
     if watch.num_alike > 1:
         notes = (
             *notes,
-            f"the script runs {watch.num_alike} models of type {graph.model} with the "
-            "same parameters: recorded is the one that ran first, and a plan is for it "
-            "alone; for another one, ckplan.record(model, optimizer) in Python",
+            f"the script runs {watch.num_alike} models of type {graph.model}: recorded "
+            "is that with most parameters, of equal ones that which ran first, and a "
+            "plan is for it alone; for another one, ckplan.record(model, optimizer) in "
+            "Python",
         )
     graph = replace(graph, options=options, notes=notes)
     trace_file.save(graph, path, force=force)

@@ -29,7 +29,6 @@ from ckplan.tracing.cut_batches import BatchCutter, cutter_of
 from ckplan.tracing.loop_errors import check_script, not_recorded, script_raised
 from ckplan.tracing.record import LoopRecorder, steps_ahead
 from ckplan.tracing.trained_models import inside_wrapper, size_of, trained_models
-from ckplan.training.fingerprint import parameter_shapes
 
 
 class _RecordedError(BaseException):
@@ -118,16 +117,9 @@ class ScriptRecorder:
 
     @property
     def num_alike(self) -> int:
-        """Number of models of the script that one plan would seem to be for.
-
-        They have the type and parameters of the recorded one, which is among them.
-        """
-        model = self.model
-        if model is None:
-            return 0
-        shapes, others = parameter_shapes(model), [*map(inside_wrapper, self._roots)]
-        alike = (one for one in others if type(one) is type(model))
-        return len({id(one) for one in alike if parameter_shapes(one) == shapes})
+        """Number of models of the script that have the type of the recorded one."""
+        models = map(inside_wrapper, self._roots)
+        return len({id(one) for one in models if type(one) is type(self.model)})
 
     @property
     def done(self) -> bool:

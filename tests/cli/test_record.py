@@ -245,7 +245,8 @@ for _ in range(3):
     ended = run("record", "-o", "t.json.gz", "two.py")
     assert ended.code == 0, ended.err
     notes = " ".join(trace_file.load(Path("t.json.gz")).notes)
-    assert ("runs 2 models of type Linear with the same" in notes) == (width == 8)
+    assert "runs 2 models of type Linear: recorded is that with most" in notes
+    assert f"its batch: 0 float32[4,{width}]" in ended.err
 
 
 def test_a_script_that_does_not_fit_is_recorded_at_cut_batches(
