@@ -109,15 +109,13 @@ def verify(
     from ckplan.report import verification
 
     target, chosen = inputs.target_and_wish(target_and_plan, budget)
+    if not compiled:
+        inputs.check_wish(chosen, budget, save, force)
     given = None if chosen is None else plan_file.load(chosen)
-    compiled = is_compiled(compiled, given)
-    if compiled:
+    workload = step.completed(target, source, seed, given)
+    if is_compiled(compiled, given):
         others = (cap, spill, trace, plot, report)
         check_alone(others, step.is_plain and not (fake or energy))
-    else:
-        inputs.check_wish(chosen, budget, save, force)
-    workload = step.completed(target, source, seed, given)
-    if compiled:
         verify_in_compiled(workload, given, budget, device, steps, save, force, as_json)
         return
     if plot is not None:
@@ -145,8 +143,8 @@ def verify(
     print_report(found.as_json() if as_json else shown)
     if calibrate and error is None and known is not None:
         error = _calibrate(found, known, device, loaded)
-    for warning in verification.warnings_about(found):
-        print_message(f"warning: {warning}")
+    for remark in verification.remarks(found, has_trace=known is not None):
+        print_message(remark)
     if plot is not None:
         _save_timeline(plot, loaded.model or spec.name, found, known, loaded, force)
     if report is not None and known is not None:
@@ -177,8 +175,6 @@ def _plan_and_trace(
         found = find_trace(path, trace_of_plan(spec, training, seed, wanted))
         if found is None and chosen is not None:
             found = trace_beside(chosen, wanted)
-        if found is None:
-            print_message("no trace of it: --trace FILE predicts seconds and timeline")
         return wanted, found
     from ckplan.graph import file as trace_file
     from ckplan.report.progress import ProgressLine

@@ -47,15 +47,18 @@ def verification_report(found: Verification) -> RenderableType:
     )
 
 
-def warnings_about(found: AbstractOutcome) -> list[str]:
-    """What users should know of the plan's regions."""
+def remarks(found: AbstractOutcome, *, has_trace: bool) -> Iterator[str]:
+    """What users should know of the plan, its regions, and what is not predicted."""
     recorded = ", ".join(found.regions_recorded)
     anew = (
         f"each step records the forwards of {recorded} anew, as nothing tells that "
         "they repeat an earlier one; `by: rerun` may be faster"
     )
     idle = [f"the region {call} never ran" for call in found.regions_idle]
-    return [*idle, *([anew] if recorded else []), *_far_off(found)]
+    warnings = [*idle, *([anew] if recorded else []), *_far_off(found)]
+    yield from (f"warning: {warning}" for warning in warnings)
+    if not has_trace:
+        yield "no trace of it: --trace FILE predicts seconds and timeline"
 
 
 def _far_off(found: AbstractOutcome) -> Iterator[str]:

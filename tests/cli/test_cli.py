@@ -691,7 +691,7 @@ def test_difference_exits_with_four(
     ended = run("verify", "model.py", "plan.yaml")
     assert ended.code == 4
     assert "differs       gradient of 0.weight, step 1" in ended.out
-    assert "\nerror: the planned step differs" in ended.err
+    assert "\nerror: the planned step differs" in f"\n{ended.err}"
 
 
 @pytest.mark.parametrize(("peak_mib", "told"), [(16, False), (45, True)])
