@@ -181,8 +181,10 @@ class ScriptRecorder:
         Raises:
             WorkloadError: With the types that it trains.
         """
+        if self._wanted is None or self.model is not None:
+            return
         models = trained_models(self._roots, self.optimizers)
-        if self._wanted is None or self.model is not None or not models:
+        if not models:
             return
         names = sorted({type(one).__name__ for one in models})
         near = did_you_mean(self._wanted, names) or names[0]

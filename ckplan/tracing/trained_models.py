@@ -8,10 +8,12 @@ from typing import cast
 import torch
 from torch import nn
 
+from ckplan.applying.tensors.compiled import MODEL_INSIDE
+
 _WRAPPERS = {
     "DistributedDataParallel": "module",
     "DataParallel": "module",
-    "OptimizedModule": "_orig_mod",  # of torch.compile
+    "OptimizedModule": MODEL_INSIDE,
 }
 
 

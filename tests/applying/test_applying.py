@@ -263,6 +263,13 @@ def test_a_plan_for_another_model_changes_nothing(
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
+def test_what_torch_compile_made_of_a_model_is_told_from_another_model() -> None:
+    model = torch.compile(build("residual").model)
+    with pytest.raises(PlanError, match="the model has no module '0'") as refused:
+        applying.apply(model, Plan(regions=(PlannedRegion("0"),)))
+    assert refused.value.hint == "torch.compile(ckplan.apply(model, plan))"
+
+
 class Named(nn.Linear):
     """Its batch has names."""
 

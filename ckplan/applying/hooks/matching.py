@@ -16,12 +16,11 @@ from ckplan.applying.hooks.checks import (
     has_forward,
 )
 from ckplan.applying.hooks.choices import Choice
+from ckplan.applying.tensors.compiled import MODEL_INSIDE
 from ckplan.errors import PlanError
 from ckplan.graph.fqn import is_around
 from ckplan.graph.patterns import expand_modules, parse_call
 from ckplan.plan.plan import PlannedRegion
-
-_COMPILED = "_orig_mod"  # what torch.compile has the model as
 
 
 def choices_of(
@@ -90,7 +89,7 @@ def _expand(
     try:
         return expand_modules(pattern, fqns)
     except PlanError as error:
-        if _COMPILED in fqns:
+        if MODEL_INSIDE in fqns:
             error = PlanError(
                 error.what,
                 needed="the model itself, not what torch.compile made of it",

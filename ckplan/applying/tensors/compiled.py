@@ -12,6 +12,8 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
+MODEL_INSIDE = "_orig_mod"
+"""Attribute of what ``torch.compile`` makes of a model: the model itself."""
 _DYNAMO = "torch._dynamo"
 _frame_callback = torch._C._dynamo.eval_frame.get_eval_frame_callback
 """Gives what compiles the frames that begin now; no function if none are compiled."""
