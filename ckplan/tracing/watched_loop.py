@@ -20,6 +20,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import Variable
 from torch.autograd.graph import Node
+from torch.nn.parameter import is_lazy
 
 from ckplan.errors import WorkloadError
 from ckplan.graph.records import BEFORE_STEP, OUTSIDE_CALLS
@@ -224,9 +225,8 @@ def _kinds_of_tensors(kind: type) -> Iterator[type]:
 
 
 def _has_bytes(tensor: torch.Tensor) -> bool:
-    return (
-        tensor.layout == torch.strided and not tensor.is_nested and not tensor.is_meta
-    )
+    apart = tensor.is_nested or tensor.is_meta or is_lazy(tensor)
+    return tensor.layout == torch.strided and not apart
 
 
 def _is_parameter(tensor: torch.Tensor) -> bool:

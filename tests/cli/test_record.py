@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from commands import Run
 
 from ckplan.graph import file as trace_file
@@ -167,6 +168,14 @@ def test_a_model_may_be_stepped_after_another_one(run: Run, folder: Path) -> Non
         ended = run("record", "--model", "Make", "-o", "other.json.gz", "gan.py")
         assert ended.code == 1
         assert "--model Judge or Maker" in ended.err
+
+
+def test_a_lazy_module_elsewhere_in_the_process_has_no_bytes(
+    run: Run, script: str
+) -> None:
+    unused = torch.nn.LazyLinear(4)
+    ended = run("record", "-o", "t.json.gz", script)
+    assert (ended.code, type(unused).__name__) == (0, "LazyLinear"), ended.err
 
 
 COMPILED = """
