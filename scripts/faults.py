@@ -803,6 +803,24 @@ FAULTS = [
         "",
         RERUN,
     ),
+    Fault(
+        "verifying/script_worker.py",
+        "            self._keep_gradients(optimizer)\n",
+        "            pass\n",
+        "cli/test_verified_scripts.py",
+    ),
+    Fault(
+        "verifying/loop_memory.py",
+        "held_bytes -= self._beside_bytes",
+        "held_bytes -= 0",
+        "cli/test_verified_scripts.py",
+    ),
+    Fault(
+        "verifying/script_worker.py",
+        "replace_plan(self._job.plan, model, self._job.spill)",
+        "replace_plan(None, model, self._job.spill)",
+        "cli/test_verified_scripts.py",
+    ),
 ]
 
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from ckplan.graph.sharding import Sharding
     from ckplan.plan.plan import Plan
     from ckplan.training.loading import WorkloadSpec
+    from ckplan.training.remembered import ScriptSpec
     from ckplan.training.step import Training
 
 TRACES = Path("traces")
@@ -112,10 +113,19 @@ def default_trace(name: str, workload: Mapping[str, Any], device: str | None) ->
     return TRACES / f"{whole}.json.gz"
 
 
+def trace_of_script(path: Path, arguments: Sequence[str]) -> Path:
+    """Where the trace of a script is by default."""
+    return default_trace(path.stem, {"set": arguments}, None)
+
+
 def trace_of_plan(
-    spec: WorkloadSpec, training: Training, seed: int, plan: Plan
+    spec: WorkloadSpec | ScriptSpec, training: Training, seed: int, plan: Plan
 ) -> Path:
     """Where the trace of a plan's workload is by default."""
+    from ckplan.training.remembered import ScriptSpec
+
+    if isinstance(spec, ScriptSpec):
+        return trace_of_script(spec.path, spec.arguments)
     from ckplan.plan.workload import plan_workload
     from ckplan.training.remembered import describe_workload
 

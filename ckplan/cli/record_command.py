@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ckplan.cli.inputs import check_output, default_trace
+from ckplan.cli.inputs import check_output, trace_of_script
 from ckplan.cli.options import Force, Fresh, TraceOutput
 from ckplan.cli.terminal import print_message
 
@@ -64,7 +64,7 @@ def record(
     step. Options of ckplan stand before SCRIPT. Standard output is the script's own.
     """
     arguments = arguments or []
-    path = output or default_trace(script.stem, {"set": arguments}, None)
+    path = output or trace_of_script(script, arguments)
     check_output(path, force, hint=f"ckplan record --force {script} ..., or -o NAME")
     if output is None and "-o" in arguments:
         print_message(f"-o is given to {script}: options of ckplan stand before it")
@@ -101,7 +101,10 @@ def _write(watch: ScriptRecorder, script: list[str], path: Path, force: bool) ->
     recorder, names = watch.recorder, [type(one).__name__ for one in watch.optimizers]
     assert recorder is not None, "internal error: nothing is recorded"
     graph = recorder.graph
-    options: dict[str, Any] = {**graph.options, "workload": {"script": script}}
+    workload: dict[str, Any] = {"script": script}
+    if recorder.beside_bytes:
+        workload["beside_bytes"] = recorder.beside_bytes
+    options: dict[str, Any] = {**graph.options, "workload": workload}
     notes = graph.notes
     if watch.num_alike > 1:
         notes = (

@@ -15,9 +15,6 @@ from ckplan.cli.compiled import check_alone, is_compiled, verify_in_compiled
 from ckplan.cli.inputs import (
     check_page_output,
     check_plot_output,
-    find_trace,
-    trace_beside,
-    trace_of_plan,
 )
 from ckplan.cli.options import (
     Force,
@@ -29,6 +26,7 @@ from ckplan.cli.options import (
 )
 from ckplan.cli.source_options import SourceOptions
 from ckplan.cli.terminal import print_message, print_report
+from ckplan.cli.verified import plan_and_trace, workload_or_script
 from ckplan.errors import CkplanError
 
 if TYPE_CHECKING:
@@ -37,7 +35,7 @@ if TYPE_CHECKING:
     from ckplan.graph.graph import Graph
     from ckplan.plan.plan import Plan
     from ckplan.training.loading import WorkloadSpec
-    from ckplan.training.remembered import Remembered
+    from ckplan.training.remembered import ScriptSpec
     from ckplan.verifying.dry_run import DryRun
     from ckplan.verifying.verify import Verification
 
@@ -104,7 +102,10 @@ def verify(
     force: Force = False,
     as_json: Json = False,
 ) -> None:
-    """Train with a plan and without it, and compare the two."""
+    """Train with a plan and without it, and compare the two.
+
+    A plan of a script, from `ckplan record`, is verified in that script.
+    """
     from ckplan.plan import file as plan_file
     from ckplan.report import verification
 
@@ -112,17 +113,18 @@ def verify(
     if not compiled:
         inputs.check_wish(chosen, budget, save, force)
     given = None if chosen is None else plan_file.load(chosen)
-    workload = step.completed(target, source, seed, given)
     if is_compiled(compiled, given):
+        workload = step.completed(target, source, seed, given)
         others = (cap, spill, trace, plot, report)
         check_alone(others, step.is_plain and not (fake or energy))
         verify_in_compiled(workload, given, budget, device, steps, save, force, as_json)
         return
     if plot is not None:
         check_plot_output(plot, force)
-    spec, training, seed = workload
-    wanted = given or budget
-    loaded, known = _plan_and_trace(workload, wanted, chosen, device, trace)
+    no_script = fake or calibrate
+    verified = workload_or_script(step, target, source, seed, given, no_script)
+    spec, training, seed = verified
+    loaded, known = plan_and_trace(verified, given or budget, chosen, device, trace)
     if save is not None:
         plan_file.save(loaded, save, force=force)
         print_message(f"wrote {save}")
@@ -155,41 +157,6 @@ def verify(
         print_message(f"wrote {report}")
     if error is not None:
         raise error
-
-
-def _plan_and_trace(
-    workload: Remembered,
-    wanted: Plan | str | None,
-    chosen: Path | None,
-    device: str | None,
-    path: Path | None,
-) -> tuple[Plan, Graph | None]:
-    """The plan, or one for a budget, and the trace of the workload, if there is one.
-
-    A budget takes a trace: that of the path, or a new one.
-    """
-    from ckplan.plan.plan import Plan
-
-    spec, training, seed = workload
-    if isinstance(wanted, Plan):
-        found = find_trace(path, trace_of_plan(spec, training, seed, wanted))
-        if found is None and chosen is not None:
-            found = trace_beside(chosen, wanted)
-        return wanted, found
-    from ckplan.graph import file as trace_file
-    from ckplan.report.progress import ProgressLine
-    from ckplan.solving.solve import solve_plan
-    from ckplan.tracing.profile import profile_workload
-
-    # Output of the workload does not belong on stdout.
-    with ProgressLine(sys.stderr) as progress, redirect_stdout(sys.stderr):
-        if path is None:
-            how: Any = {"training": training, "device": device, "seed": seed}
-            graph = profile_workload(spec, **how, progress=progress)
-        else:
-            graph = trace_file.load(path)
-        progress("solving", 0, 0)
-        return solve_plan(graph, wanted), graph
 
 
 def _save_timeline(
@@ -287,17 +254,25 @@ def _check_report(path: Path, trace: Graph | None, force: bool) -> None:
     check_page_output(path, force)
 
 
-def _dry_run(spec: WorkloadSpec, plan: Plan, options: dict[str, Any]) -> DryRun:
+def _dry_run(
+    spec: WorkloadSpec | ScriptSpec, plan: Plan, options: dict[str, Any]
+) -> DryRun:
     from ckplan.report.progress import ProgressLine
+    from ckplan.training.loading import WorkloadSpec
     from ckplan.verifying.dry_run import dry_run
 
+    assert isinstance(spec, WorkloadSpec), "internal error: a dry run of a script"
     # Output of the workload does not belong on stdout.
     with ProgressLine(sys.stderr) as progress, redirect_stdout(sys.stderr):
         return dry_run(spec, plan, progress=progress, **options)
 
 
 def _real(
-    spec: WorkloadSpec, plan: Plan, steps: int, cap: str | None, options: dict[str, Any]
+    spec: WorkloadSpec | ScriptSpec,
+    plan: Plan,
+    steps: int,
+    cap: str | None,
+    options: dict[str, Any],
 ) -> Verification:
     from ckplan.report.progress import ProgressLine
     from ckplan.units import parse_bytes

@@ -2,7 +2,8 @@
 
 The keys are options of the command line: ``set: [layers=24]`` is ``--set layers=24``.
 ``verify`` and ``eject`` need nothing else. A step of a script has ``script`` instead:
-what was run, with its arguments.
+what was run, with its arguments; and ``beside_bytes``, which are no part of its peak:
+those of tensors that the step does not use.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from ckplan.plan.strict_yaml import YamlNode
 WORKLOAD_KEYS = (
     *("target", "set", "input", "seed", "gpu"),
     *("batch_dim", "micro_batch", "optimizer", "amp", "accumulate", "clip", "scaler"),
-    "script",
+    *("script", "beside_bytes"),
 )
-TRAINING_KEYS = WORKLOAD_KEYS[5:-1]
+TRAINING_KEYS = WORKLOAD_KEYS[5:-2]
 """What the plan file has under ``training``: how the step trains."""
 
 
@@ -105,6 +106,7 @@ _READERS: dict[str, Callable[[YamlNode], Any]] = {
     "set": _texts,
     "script": _texts,
     "input": _texts,
+    "beside_bytes": lambda part: part.read(_whole),
     "seed": lambda part: part.read(_whole),
     "batch_dim": lambda part: part.read(_whole),
     "micro_batch": lambda part: part.read(_whole),

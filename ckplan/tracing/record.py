@@ -144,6 +144,11 @@ class LoopRecorder:
         return self._kept[0].batch if self._kept else {}
 
     @property
+    def beside_bytes(self) -> int:
+        """Bytes of tensors that are alive all along, and that the step does not use."""
+        return self._kept[-1].step.beside_bytes if self._kept else 0
+
+    @property
     def done(self) -> bool:
         """Whether all wanted steps are recorded: the loop may end."""
         return self._done

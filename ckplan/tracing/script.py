@@ -9,30 +9,27 @@ optimizer steps later in the loop, the step ends there.
 from __future__ import annotations
 
 import os
-import runpy
-import sys
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from ckplan.applying.tensors.compiled import uncompiled
 from ckplan.errors import CkplanError, WorkloadError, did_you_mean
 from ckplan.tracing.costs.calibrate import Progress
 from ckplan.tracing.cut_batches import BatchCutter, cutter_of
 from ckplan.tracing.loop_errors import check_script, not_recorded, script_raised
 from ckplan.tracing.record import LoopRecorder, steps_ahead
+from ckplan.tracing.running_script import (
+    OpByOp,
+    ScriptEnd,
+    exit_code,
+    run_script,
+)
 from ckplan.tracing.trained_models import inside_wrapper, size_of, trained_models
-
-
-class _RecordedError(BaseException):
-    """Ends the script; no ``except Exception`` of it stops this."""
 
 
 class ScriptRecorder:
@@ -71,7 +68,7 @@ class ScriptRecorder:
         }
         self._roots: dict[nn.Module, None] = {}
         self._running: list[nn.Module] = []
-        self._uncompiled, self._is_uncompiled = ExitStack(), False
+        self._op_by_op = OpByOp()
         self._pid = os.getpid()
 
     @contextmanager
@@ -89,31 +86,10 @@ class ScriptRecorder:
             if self.cutter is not None:
                 stack.enter_context(self.cutter.cutting())
             self._calls = hooks[:2]
-            stack.enter_context(self._compiling_nothing())
+            stack.enter_context(self._op_by_op)
             yield
         if self.recorder is not None:
             self.recorder.__exit__()
-
-    @contextmanager
-    def _compiling_nothing(self) -> Iterator[None]:
-        """A scope in which what the script compiles runs op by op until it is recorded.
-
-        Dynamo cannot trace hooks of all modules. To import it takes seconds, so that is
-        left to scripts that compile.
-        """
-        compile_of_torch = torch.compile
-
-        def compiled(*args: Any, **how: Any) -> Any:
-            made = compile_of_torch(*args, **how)
-            if not self.done and not self._is_uncompiled:
-                self._is_uncompiled = True
-                hooks = "Using `torch.compile.module.` when there are global hooks"
-                warnings.filterwarnings("ignore", hooks)
-                self._uncompiled.enter_context(uncompiled())
-            return made
-
-        with self._uncompiled, mock.patch.object(torch, "compile", compiled):
-            yield
 
     @property
     def num_alike(self) -> int:
@@ -159,7 +135,7 @@ class ScriptRecorder:
             self._begin_with(optimizer)
         except CkplanError as error:
             self.error = error
-            raise _RecordedError from None
+            raise ScriptEnd from None
 
     def _begin_with(self, optimizer: torch.optim.Optimizer) -> None:
         """Record what follows, if the model is known by now."""
@@ -197,7 +173,7 @@ class ScriptRecorder:
     def _done(self) -> None:
         for hook in self._calls:
             hook.remove()
-        self._uncompiled.close()
+        self._op_by_op.stop()
         assert self.recorder is not None, "internal error: nothing is recorded"
         self._on_done(self.recorder)
 
@@ -241,7 +217,7 @@ def record_script(
     def done(recorder: LoopRecorder) -> None:
         del recorder
         if not goes_on:
-            raise _RecordedError
+            raise ScriptEnd
         try:
             recorded(watch)
         except CkplanError as error:
@@ -257,13 +233,13 @@ def record_script(
         )
     how: dict[str, Any] = {"num_steps": num_steps, "fresh": fresh, "cutter": cutter}
     watch = ScriptRecorder(model, progress=progress, on_done=done, **how)
-    ended = _ran(path, arguments, watch)
+    ended = run_script(path, arguments, watch.watching())
     _check_recorded(path, watch, ended)
     if not goes_on:
         recorded(watch)
         return 0
     if ended is None or isinstance(ended, SystemExit):
-        return _code_of(ended)
+        return exit_code(ended)
     raise script_raised(path, ended, "after its second step, which is recorded")
 
 
@@ -288,40 +264,3 @@ def _check_recorded(
         model=watch.model is not None,
         wanted=watch.wanted,
     )
-
-
-def _ran(
-    path: Path, arguments: Sequence[str], watch: ScriptRecorder
-) -> BaseException | None:
-    """Run the script; return what it ended with, if not by itself."""
-    with watch.watching(), _as_python_runs(path, arguments):
-        try:
-            runpy.run_path(str(path), run_name="__main__")
-        except _RecordedError:
-            return None
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:  # whatever a script may end with
-            return error
-    return None
-
-
-def _code_of(ended: SystemExit | None) -> int:
-    """The exit code, as Python makes it of an argument of ``sys.exit``."""
-    code = ended.code if ended else 0
-    if code is None or isinstance(code, int):
-        return code or 0
-    print(code, file=sys.stderr)
-    return 1
-
-
-@contextmanager
-def _as_python_runs(path: Path, arguments: Sequence[str]) -> Iterator[None]:
-    argv, first = sys.argv, sys.path[:1]
-    sys.argv = [str(path), *arguments]
-    sys.path[:1] = [str(path.resolve().parent)]
-    try:
-        yield
-    finally:
-        sys.argv = argv
-        sys.path[:1] = first

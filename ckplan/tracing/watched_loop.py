@@ -19,7 +19,6 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import Variable
-from torch.autograd.graph import Node
 from torch.nn.parameter import is_lazy
 
 from ckplan.errors import WorkloadError
@@ -83,7 +82,7 @@ class LoopWatch:
             del tensor
         self._scopes = ExitStack()
         self._scopes.enter_context(apart_from_garbage())
-        engine = _WatchedEngine(Variable._execution_engine, self._backward_runs)
+        engine = WatchedEngine(Variable._execution_engine, self._backward_runs)
         self._scopes.enter_context(
             mock.patch.object(Variable, "_execution_engine", engine)
         )
@@ -137,13 +136,18 @@ class LoopWatch:
                 found.kind = "input"
 
     def _backward_runs(
-        self, roots: Sequence[Node], create_graph: bool, run: Callable[[], Any]
+        self, outputs: Sequence[Any], create_graph: bool, run: Callable[[], Any]
     ) -> Any:
         """Run a backward of the loop, which may be inside another one."""
         recorder, recording = self._recorder, self._recorder.recording
         if create_graph or recorder.in_call or recorder.in_backward:
             return run()
-        nodes, start = reachable_nodes(list(roots)), len(recording.ops)
+        roots = [
+            one.grad_fn if isinstance(one, torch.Tensor) else one.node
+            for one in outputs
+        ]
+        nodes, start = reachable_nodes([*filter(None, roots)]), len(recording.ops)
+        del roots
         recorder.begin_backward_of(nodes)
         leaves = [leaf for node in nodes if (leaf := leaf_of(node)) is not None]
         del nodes
@@ -160,14 +164,15 @@ class LoopWatch:
 _watching: list[LoopWatch] = []
 
 
-class _WatchedEngine:
+class WatchedEngine:
     """Autograd's engine, each of whose backwards is told."""
 
     def __init__(
         self,
         engine: Any,
-        told: Callable[[Sequence[Node], bool, Callable[[], Any]], Any],
+        told: Callable[[Sequence[Any], bool, Callable[[], Any]], Any],
     ) -> None:
+        """Tell of each backward: its outputs, ``create_graph``, and what runs it."""
         self._engine = engine
         self._told = told
 
@@ -190,20 +195,21 @@ class _WatchedEngine:
                 outputs, grads, keep_graph, create_graph, *others, **named
             )
 
-        found = (
-            one.grad_fn if isinstance(one, torch.Tensor) else one.node
-            for one in outputs
-        )
-        return self._told([node for node in found if node], create_graph, run)
+        return self._told(outputs, create_graph, run)
 
 
 def _alive_before() -> Iterator[tuple[str, torch.Tensor]]:
     """(kind, tensor) of what Python holds: also outputs of the step before."""
-    found: list[torch.Tensor] = instances_of(*_kinds_of_tensors(torch.Tensor))
-    found = [one for one in found if _has_bytes(one)]
+    found = alive_tensors()
     yield from _gradients_of(found)  # first, as they are also among what is found
     while found:
         yield _kind_of(found[-1]), found.pop()
+
+
+def alive_tensors() -> list[torch.Tensor]:
+    """The tensors with bytes that Python holds; gradients may be held by autograd."""
+    found: list[torch.Tensor] = instances_of(*_kinds_of_tensors(torch.Tensor))
+    return [one for one in found if _has_bytes(one)]
 
 
 def _gradients_of(

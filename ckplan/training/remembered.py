@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -28,6 +28,38 @@ class Remembered(NamedTuple):
     spec: WorkloadSpec
     training: Training
     seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class ScriptSpec:
+    """A script, and the model whose step in it was recorded."""
+
+    path: Path
+    arguments: tuple[str, ...]
+    model: str  # its type
+    fingerprint: Mapping[str, Any]  # of the recorded step
+    beside_bytes: int  # of tensors that the step does not use
+
+    @property
+    def name(self) -> str:
+        """What its trace is called."""
+        return self.path.stem
+
+
+def script_of(spec: object, plan: Plan | None) -> ScriptSpec | None:
+    """The script that a plan was made for; None if a workload is given, or remembered.
+
+    The script itself may be given, too.
+    """
+    known: Mapping[str, Any] = plan.workload if plan else {}
+    if plan is None or "script" not in known:
+        return None
+    path, *arguments = known["script"]
+    if spec is not None and str(spec) != path:
+        return None
+    beside_bytes = known.get("beside_bytes", 0)
+    names = tuple(arguments), plan.model, plan.fingerprint
+    return ScriptSpec(Path(path), *names, beside_bytes)
 
 
 def describe_workload(spec: WorkloadSpec, seed: int) -> dict[str, Any]:
@@ -69,8 +101,8 @@ def complete(
             f"run: {as_arguments(known)}",
             needed="a workload file of the same step, or for `eject` the trace that "
             "`ckplan record` wrote",
-            hint="ckplan eject TRACE PLAN; to train with it, "
-            f"ckplan.apply(model, PLAN) in {script[0]}",
+            hint="ckplan verify PLAN, which runs the script; ckplan eject TRACE PLAN; "
+            f"to train with it, ckplan.apply(model, PLAN) in {script[0]}",
         )
     if spec is None and "target" not in known:
         raise WorkloadError(
@@ -95,6 +127,36 @@ def complete(
         if name in known and getattr(training, name) == getattr(default, name)
     }
     return Remembered(found, replace(training, **taken), seed or known.get("seed", 0))
+
+
+def workload_or_script(
+    spec: WorkloadSpec | ScriptSpec | str | Path | None,
+    training: Training,
+    seed: int,
+    plan: Plan | None,
+) -> tuple[WorkloadSpec | ScriptSpec, Training, int]:
+    """What ``complete`` returns, or the script that the plan was made for.
+
+    Raises:
+        WorkloadError: Neither names a workload, or a script is told how to train.
+    """
+    script = spec if isinstance(spec, ScriptSpec) else script_of(spec, plan)
+    if script is None:
+        assert not isinstance(spec, ScriptSpec), "internal error: two kinds at once"
+        return complete(spec, training, seed, plan)
+    if training != Training():
+        raise untold("choose optimizer, amp, accumulate, clip or scaler")
+    return script, training, seed
+
+
+def untold(what: str) -> WorkloadError:
+    """The error of an option that a script does not have."""
+    return WorkloadError(
+        f"cannot {what}: the script trains as it does",
+        needed="--seed, --steps, --spill, --cap, --trace, --plot or --report; its own "
+        "arguments are in the plan",
+        hint="ckplan verify PLAN; for more, a workload file of the same step",
+    )
 
 
 def _setting(name: str, value: object) -> str | None:

@@ -17,7 +17,11 @@ from ckplan.errors import CkplanError
 from ckplan.verifying.closeness import is_within, stated_difference
 from ckplan.verifying.phases import TimedStep
 from ckplan.verifying.step_process import StepProcess, take_turns
-from ckplan.verifying.worker import FirstSteps, OutOfMemoryError, Result
+from ckplan.verifying.worker import (
+    FirstSteps,
+    OutOfMemoryError,
+    Result,
+)
 
 if TYPE_CHECKING:
     from ckplan.plan.plan import Plan
@@ -33,6 +37,9 @@ NOTE_INSTEAD = (
 NOTE_FEWER = (
     "the unplanned step does not fit in memory: the two steps were compared at {} of "
     "{} rows of the batch"
+)
+NOTE_ENDED = (
+    "the script ended after {} of {} timed steps: --steps, or more steps of the script"
 )
 NOTE_NOT_TOGETHER = (
     "the unplanned and the planned process do not fit in memory together: not timed"
@@ -174,6 +181,8 @@ class StepPair:
         except OutOfMemoryError:
             self._separate(NOTE_NOT_TOGETHER)
             return [], []
+        if len(found) < rounds:
+            self.notes.append(NOTE_ENDED.format(len(found), rounds))
         return unplanned, found
 
     def _separate(self, note: str) -> None:

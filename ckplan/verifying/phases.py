@@ -51,7 +51,7 @@ class TimedStep(NamedTuple):
     """Seconds of one measured step."""
 
     seconds: float  # from an idle device to an idle device
-    phases: PhaseSeconds
+    phases: PhaseSeconds | None  # None in a script, which does more than train
     cpu_seconds: float = 0.0  # of the process, all threads together
 
 
@@ -87,7 +87,7 @@ def _unplanned_phases(graph: Graph) -> tuple[float, float, float]:
 
 def median_phases(steps: Iterable[TimedStep]) -> PhaseSeconds | None:
     """The median of every phase over steps; None if there are none."""
-    phases = [step.phases for step in steps]
+    phases = [step.phases for step in steps if step.phases is not None]
     if not phases:
         return None
     return PhaseSeconds(

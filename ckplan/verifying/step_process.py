@@ -8,18 +8,25 @@ import pickle
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from ckplan.errors import CkplanError, VerifyError
 from ckplan.training.loading import WorkloadSpec
+from ckplan.training.remembered import ScriptSpec
 from ckplan.training.step import DEFAULT_TRAINING, Training
 from ckplan.verifying.closeness import Reference
 from ckplan.verifying.fork_server import ForkedProcess, can_fork, fork_to
 from ckplan.verifying.phases import TimedStep
-from ckplan.verifying.worker import TIMED_STEP, FirstSteps, Job, out_of_memory
+from ckplan.verifying.worker import (
+    TIMED_STEP,
+    FirstSteps,
+    Job,
+    ScriptEndedError,
+    out_of_memory,
+)
 
 if TYPE_CHECKING:
     from ckplan.plan.plan import Plan
@@ -62,10 +69,11 @@ class StepProcess:
     """
 
     main = "from ckplan.verifying.worker import main; main()"  # code of the child
+    environ: Mapping[str, str] = {}  # of the child, beside that of this process
 
     def __init__(
         self,
-        spec: WorkloadSpec,
+        spec: WorkloadSpec | ScriptSpec,
         plan: Plan | None = None,
         training: Training = DEFAULT_TRAINING,
         seed: int = 0,
@@ -77,7 +85,7 @@ class StepProcess:
         *,
         one_thread: bool = False,
     ) -> None:
-        self._threads = {"OMP_NUM_THREADS": "1"} if one_thread else {}
+        self._environ = {"OMP_NUM_THREADS": "1"} if one_thread else {}
         options = (training, seed, device, cap_bytes, halvings, spill, reference)
         self._job = Job(spec, plan, *options)
         self._process: subprocess.Popen[bytes] | ForkedProcess | None = None
@@ -85,7 +93,8 @@ class StepProcess:
     def start(self) -> None:
         """Start the process without waiting for it; restarts a closed one."""
         self.close()
-        code, environ = _bootstrap(self.main), {**os.environ, **self._threads}
+        code = _bootstrap(self.main)
+        environ = {**os.environ, **self.environ, **self._environ}
         if self._job.device == "cpu" and can_fork():
             self._process = fork_to(code, environ)
         else:
@@ -181,6 +190,14 @@ class StepProcess:
         )
 
 
+class ScriptProcess(StepProcess):
+    """The same for the steps of a script, whose own loop takes them."""
+
+    main = "from ckplan.verifying.script_worker import main; main()"
+    # Both sides hash alike; and the allocator's log is not told of older blocks.
+    environ: Mapping[str, str] = {"PYTHONHASHSEED": "0", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+
+
 def interleave(
     processes: Sequence[Steps], rounds: int, progress: Progress | None = None
 ) -> list[list[float]]:
@@ -206,15 +223,18 @@ def take_turns(
     """Call each of ``actions`` once a round, as ``interleave`` does; say what is done.
 
     Returns:
-        What they return, by action and round.
+        What they return, by action and round; of less rounds if a script ends.
     """
     results: list[list[_T]] = [[] for _ in actions]
     for done in range(rounds):
         if progress is not None:
             progress(what, done, rounds)
         order = list(zip(actions, results, strict=True))
-        for action, found in reversed(order) if done % 2 else order:
-            found.append(action())
+        try:
+            for action, found in reversed(order) if done % 2 else order:
+                found.append(action())
+        except ScriptEndedError:
+            break
     return results
 
 

@@ -51,6 +51,7 @@ def compare_times(
         [
             b.phases.model_seconds - a.phases.model_seconds
             for a, b in zip(unplanned, planned, strict=False)
+            if a.phases is not None and b.phases is not None
         ]
     )
     problem = _problem(overhead, min(len(unplanned), len(planned)), load)

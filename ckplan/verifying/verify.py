@@ -20,7 +20,7 @@ from ckplan.solving.baselines import can_recompute, find_repeated_layers
 from ckplan.solving.menu import Menus
 from ckplan.tracing.target import find_target
 from ckplan.training.loading import WorkloadSpec
-from ckplan.training.remembered import complete
+from ckplan.training.remembered import ScriptSpec, untold, workload_or_script
 from ckplan.training.step import Training
 from ckplan.verifying.closeness import (
     Reference,
@@ -40,7 +40,7 @@ from ckplan.verifying.energy import Energy, energy_counters, measure_energy
 from ckplan.verifying.outcome import AbstractOutcome, outcome_fields
 from ckplan.verifying.phases import PhaseSeconds
 from ckplan.verifying.predict import curves_by_step, predict
-from ckplan.verifying.step_process import StepProcess
+from ckplan.verifying.step_process import ScriptProcess, StepProcess
 from ckplan.verifying.timing import Quartiles, Timing, compare_times, machine_load
 from ckplan.verifying.worker import FirstSteps, Result
 
@@ -125,7 +125,7 @@ class Verification(AbstractOutcome):
 
 
 def verify(
-    spec: WorkloadSpec | str | Path | None = None,
+    spec: WorkloadSpec | ScriptSpec | str | Path | None = None,
     plan: Plan | str | Path | None = None,
     *,
     optimizer: str | None = None,
@@ -147,7 +147,8 @@ def verify(
     Args:
         spec: Where the workload comes from, or ``"model.py:factory"`` alone; each
             process builds its own. By default the plan's, and all options that are not
-            given are the plan's, too.
+            given are the plan's, too. If that is a script, each process runs it up to
+            its second step, and through the steps that are timed.
         plan: What to verify, or the path of its file; None compares the workload with
             itself.
         optimizer: ``adamw``, ``adam``, ``sgd``, ``momentum``, ``adafactor``, ``none``
@@ -178,8 +179,9 @@ def verify(
         CkplanError: The workload or the plan cannot be used, or a step fails.
     """
     plan = as_plan(plan)
-    given = Training(optimizer, amp, accumulate, clip, scaler)
-    spec, training, seed = complete(spec, given, seed, plan)
+    training = Training(optimizer, amp, accumulate, clip, scaler)
+    workload, training, seed = workload_or_script(spec, training, seed, plan)
+    is_script = isinstance(workload, ScriptSpec)
     tell = progress or (lambda what, done, total: None)
     if training.predicted_only:
         raise WorkloadError(
@@ -191,6 +193,8 @@ def verify(
     if plan is not None:
         mover_for(plan, spill, device_name.partition(":")[0])  # raises early
     _check_cap(cap_bytes, device_name)
+    if energy and is_script:
+        raise untold("measure energy")
     counters = energy_counters(device_name) if energy else None
 
     def start(
@@ -199,8 +203,9 @@ def verify(
         folder = Path(spill) if spill is not None and chosen is plan else None
         reference = None if results is None else Reference(results, chosen is plan)
         options = (cap_bytes, halvings, folder, reference)
-        job = spec, chosen, training, seed, device_name, *options
-        return StepProcess(*job, one_thread=one_thread)
+        job = workload, chosen, training, seed, device_name, *options
+        process = ScriptProcess if is_script else StepProcess
+        return process(*job, one_thread=one_thread)
 
     def start_substitute() -> StepProcess | None:
         everything = recompute_every_layer(trace) if trace is not None else None
@@ -217,7 +222,9 @@ def verify(
             joules = None
             if counters is not None:
                 joules = measure_energy(counters, pair, samples, tell)
-        fewer = None if pair.fits else first_steps_at_smaller_batch(start, plan, tell)
+        fewer = None
+        if not (pair.fits or is_script):
+            fewer = first_steps_at_smaller_batch(start, plan, tell)
     unplanned = reference if pair.fits else None
     predicted = predict(trace, plan, training, planned.fingerprint)
     compared = comparison_notes(reference, planned, fewer)
@@ -229,7 +236,7 @@ def verify(
         (unplanned, planned),
         different,
         timing,
-        (*pair.notes, *compared, *bits, *predicted.notes),
+        (*pair.notes, *planned.notes, *compared, *bits, *predicted.notes),
     )
     far_most = max(far.values(), default=None)
     found = replace(found, largest_difference=far_most, energy=joules)

@@ -40,6 +40,7 @@ from ckplan.training.failures import (
 from ckplan.training.fingerprint import fingerprint
 from ckplan.training.loading import WorkloadSpec
 from ckplan.training.randomness import seed_everything
+from ckplan.training.remembered import ScriptSpec
 from ckplan.training.step import Training, TrainingStep, make_step
 from ckplan.training.warm_up import warm_up_vector_kernels
 from ckplan.training.workload import on_device, rows_of
@@ -62,18 +63,22 @@ from ckplan.verifying.worker_state import (
 
 FIRST_STEPS = "first steps"
 TIMED_STEP = "timed step"
-_MARK, _BEGIN, _END = "ckplan_phase_", "begin", "end"
+MARK, BEGIN, END = "ckplan_phase_", "begin", "end"
 
 
 class OutOfMemoryError(VerifyError):
     """A step needs more memory than this machine has left."""
 
 
+class ScriptEndedError(VerifyError):
+    """The script has no step left."""
+
+
 @dataclass(frozen=True, slots=True)
 class Job:
     """What a worker trains."""
 
-    spec: WorkloadSpec
+    spec: WorkloadSpec | ScriptSpec
     plan: Plan | None
     training: Training
     seed: int
@@ -119,6 +124,7 @@ class FirstSteps:
     differences: Mapping[str, float] = field(
         default_factory=dict, compare=False
     )  # of loss and gradients of step 1, where the plan states close bits
+    notes: tuple[str, ...] = field(default=(), compare=False)
 
 
 class Worker:
@@ -133,7 +139,7 @@ class Worker:
         try:
             return self.handle(request)
         except (Exception, SystemExit) as error:
-            return _explain(error, self._job)
+            return explain_failure(error, self._job)
 
     def handle(self, request: str) -> Any:
         """The reply to a request; a subclass may know more of them."""
@@ -150,6 +156,7 @@ class Worker:
         seed_everything(self._job.seed)
         device = torch.device(self._job.device)
         cap_memory(self._job.cap_bytes, device)
+        assert isinstance(self._job.spec, WorkloadSpec), "internal error: a script"
         workload = halved(self._job.spec.build(), self._job.halvings)
         workload = on_device(workload, device)
         model = workload.model
@@ -159,7 +166,7 @@ class Worker:
 
         first: dict[Result, str] = {}
         gc.collect()  # also where the collector is off: below, garbage would count
-        with log_allocations(_MARK, device) as whole:
+        with log_allocations(MARK, device) as whole:
             known = persistent_storages(step)
             value = step.run(
                 after_backward=lambda: first.update(_gradient_digests(step, 1))
@@ -176,10 +183,10 @@ class Worker:
             step.zero_grad()
             gc.collect()
             held_bytes, known_bytes = bytes_held_on_gpu(device), live_bytes_of(known)
-            _mark(_BEGIN)
-            value = replace(step, on_phase=_mark).run()
-            _mark(_END)
-        before, log = whole.split(whole.spans[_MARK + _BEGIN][0])
+            mark(BEGIN)
+            value = replace(step, on_phase=mark).run()
+            mark(END)
+        before, log = whole.split(whole.spans[MARK + BEGIN][0])
         if held_bytes is None:
             held_bytes = known_bytes + before.held_bytes
         gpu = gpu_allocator_stats(device) if device.type == "cuda" else None
@@ -196,7 +203,7 @@ class Worker:
             digests,
             peak_bytes,
             regions,
-            _curve(log, held_bytes),
+            measured_curve(log, held_bytes),
             known_before,
             rows_of(workload),
             gpu,
@@ -229,7 +236,7 @@ class Worker:
 
 def main(make_worker: Callable[[Job], Worker] = Worker) -> None:
     """Answer requests until the parent closes the pipe."""
-    requests, replies = _take_standard_streams()
+    requests, replies = take_standard_streams()
     warnings.filterwarnings("ignore", f".*{IDLE}")  # it is reported
     try:
         worker = make_worker(pickle.load(requests))
@@ -242,14 +249,15 @@ def main(make_worker: Callable[[Job], Worker] = Worker) -> None:
         return
 
 
-def _mark(name: str) -> None:
-    """Record a mark in the allocator's log."""
-    with record_function(_MARK + name):
+def mark(name: str) -> None:
+    """Record a mark in the allocator's log: a phase that begins, or ``BEGIN``."""
+    with record_function(MARK + name):
         pass
 
 
-def _curve(log: AllocatorLog, held_bytes: int) -> Curve:
-    marks = [log.spans[_MARK + name][0] for name in (*PHASES, _END)]
+def measured_curve(log: AllocatorLog, held_bytes: int) -> Curve:
+    """Live bytes of a step whose phases are marked."""
+    marks = [log.spans[MARK + name][0] for name in (*PHASES, END)]
     levels = accumulate((size for _, size in log.events), initial=held_bytes)
     times = [when for when, _ in log.events]
     begin = min(*times, marks[0])
@@ -290,7 +298,7 @@ def status_of(
     return found.regions, found.spilled_bytes, found.host_bytes
 
 
-def _explain(error: BaseException, job: Job) -> CkplanError:
+def explain_failure(error: BaseException, job: Job) -> CkplanError:
     """Convert an exception of the workload or its plan to an error with a hint."""
     if is_out_of_memory(error):
         return out_of_memory(job, f"ran out of memory ({first_line(error)})")
@@ -313,7 +321,7 @@ def out_of_memory(job: Job, found: str) -> OutOfMemoryError:
     )
 
 
-def _take_standard_streams() -> tuple[BinaryIO, BinaryIO]:
+def take_standard_streams() -> tuple[BinaryIO, BinaryIO]:
     """Reserve stdin and stdout for requests and replies; the model gets neither."""
     requests = os.fdopen(os.dup(0), "rb")
     replies = os.fdopen(os.dup(1), "wb")

@@ -6,6 +6,7 @@ import hashlib
 import pickle
 import random
 import weakref
+from collections.abc import Iterable
 from contextlib import suppress
 from functools import partial
 from itertools import chain
@@ -81,8 +82,12 @@ def persistent_storages(step: TrainingStep) -> WeakStorages:
 
     Lazy parameters have no storage before their first forward, which the log records.
     """
-    held = (tensor for tensor in persistent_tensors(step) if not is_lazy(tensor))
-    storages = [tensor.untyped_storage() for tensor in held]
+    return storages_of(one for one in persistent_tensors(step) if not is_lazy(one))
+
+
+def storages_of(tensors: Iterable[torch.Tensor]) -> WeakStorages:
+    """Weak references to the distinct storages of tensors."""
+    storages = [tensor.untyped_storage() for tensor in tensors]
     distinct = {storage.data_ptr(): storage for storage in storages}.values()
     return [(weakref.ref(storage), storage.nbytes()) for storage in distinct]
 
