@@ -156,7 +156,9 @@ def _code_out_of_range(graph: RecordedStep) -> Iterator[str]:
             for op, output in one.save
         )
         peaks = code.peak_bytes, code.simulated_peak_bytes
-        sized = _all_in_range(peaks, 0, _MOST) and _are_times((code.overhead,))
+        # A plan may be faster than what torch chooses.
+        timed = -1 <= code.overhead <= MOST_SECONDS
+        sized = _all_in_range(peaks, 0, _MOST) and timed
         if not (known and sized and calls == sorted(calls)):
             yield f"plan {number} of generated code is out of range"
 

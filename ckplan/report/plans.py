@@ -198,7 +198,7 @@ def _budget_rows(
         *_engine(after),
         *_extra_rows(solution),
         *tiles_rows(solution, plan),
-        ("bound", f"{bound}: no schedule of these ops within the budget costs less"),
+        ("bound", f"{bound}: {_bounded(after)} costs less"),
         *_exact_rows(solution.exact),
         ("gap", f"{units.format_percent(solution.gap)} between bound and plan"),
         (
@@ -222,6 +222,13 @@ def _moves(moved_bytes: int, stall_seconds: float) -> list[tuple[str, str]]:
         return []
     waits = units.format_seconds(stall_seconds)
     return [("offload", f"{_size(moved_bytes)} out and back; a step waits {waits}")]
+
+
+def _bounded(timeline: Timeline) -> str:
+    """What a bound is of."""
+    if timeline.graph.generated:
+        return "no plan whose code was generated"
+    return "no schedule of these ops within the budget"
 
 
 def _engine(after: Timeline) -> list[tuple[str, str]]:

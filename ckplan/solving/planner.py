@@ -135,11 +135,13 @@ class Planner:
     def bound(self, budget_bytes: int) -> float:
         """Least overhead of any schedule of the graph's ops under a budget.
 
-        Compiled code runs other schedules, of which none is known to cost anything.
+        Compiled code runs other schedules, of which the known ones alone tell: the
+        cheapest may cost less than the step as torch compiles it.
         """
-        return (
-            0.0 if self.graph.generated else self._spaces.bound.overhead(budget_bytes)
-        )
+        known = self.graph.generated
+        if known:
+            return min(0.0, *(code.overhead for code in known))
+        return self._spaces.bound.overhead(budget_bytes)
 
     @cached_property
     def floor(self) -> Floor:

@@ -13,6 +13,7 @@ from ckplan.errors import GraphError, InfeasibleError
 from ckplan.graph.file import dumps, loads
 from ckplan.graph.graph import Graph
 from ckplan.graph.records import GeneratedCode
+from ckplan.plan import file as plan_file
 from ckplan.plan.region import Region
 from ckplan.plan.resolve import resolve
 from ckplan.simulating.simulate import Simulator
@@ -61,7 +62,7 @@ def test_it_is_read_as_it_was_written() -> None:
         ((0, 0), [[0, None]]),
         ((0, 1), -1),
         ((0, 2), 1.5),
-        ((0, 4), -0.1),
+        ((0, 4), -1.1),
         ((0,), [[], 1, 2]),
     ],
 )
@@ -73,6 +74,17 @@ def test_what_is_out_of_range_is_refused(place: tuple[int, ...], value: Any) -> 
     rows[place[-1]] = value
     with pytest.raises(GraphError, match=r"malformed|out of range"):
         loads(json.dumps(content), "x")
+
+
+def test_a_plan_may_be_faster_than_what_torch_chooses() -> None:
+    faster = replace(FEW, overhead=-0.02)
+    step = loads(dumps(replace(GRAPH, generated=(UNPLANNED, faster, MOST))), "x")
+    found = Planner(step).solve(FEW.peak_bytes)
+    assert found.timeline.overhead == pytest.approx(-0.02)
+    assert (found.bound_overhead, found.gap) == (-0.02, pytest.approx(0.0))
+    plan = to_plan(step, found)
+    assert plan.predicted is not None and plan.predicted.overhead == -0.02
+    assert plan_file.loads(plan_file.dumps(plan), "x").predicted == plan.predicted
 
 
 def test_a_budget_gets_the_cheapest_code_that_fits() -> None:
