@@ -125,6 +125,10 @@ def _calls_out_of_range(graph: RecordedStep) -> Iterator[str]:
         inside = _all_in_range((call.start, call.stop), 0, len(graph.ops) + 1)
         if not (known and inside and call.start <= call.stop):
             yield f"call {index} covers ops [{call.start}, {call.stop})"
+        if call.functions is not None and not _all_in_range(
+            (call.functions,), 0, _MOST
+        ):
+            yield f"call {index} calls {call.functions!r} functions"
         if not _all_in_range((call.number,), 0, _MOST):
             yield f"call {index} is number {call.number!r} of its module"
         if not _all_in_range(call.arguments, 0, len(graph.storages)):

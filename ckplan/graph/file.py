@@ -55,7 +55,8 @@ _TOP_KEYS = {
     *_NEW_KEYS,
 }
 # Keys of what only some steps have: tests of tiles, plans of compiled code.
-_TILED, _GENERATED = "tiled", "generated"
+_TILED, _GENERATED, _FUNCTIONS = "tiled", "generated", "functions"
+_OPTIONAL = {_TILED, _GENERATED, _FUNCTIONS}
 _LEAST_ENGINE_COSTS = 2  # earlier versions wrote no more
 _UNKNOWN = -1  # in place of a row of "lines" or "tensors"
 
@@ -110,6 +111,7 @@ def dumps(graph: Graph) -> str:
         **_tensors(graph),
         **({_TILED: [astuple(one) for one in graph.tiled]} if graph.tiled else {}),
         **_generated(graph),
+        **_functions(graph),
     }
     return json.dumps(content, separators=(",", ":")) + "\n"
 
@@ -117,6 +119,11 @@ def dumps(graph: Graph) -> str:
 def _generated(graph: Graph) -> dict[str, Any]:
     rows = [[*astuple(one)[:-1], round(one.overhead, 9)] for one in graph.generated]
     return {_GENERATED: rows} if rows else {}
+
+
+def _functions(graph: Graph) -> dict[str, Any]:
+    rows = [call.functions for call in graph.calls]
+    return {} if rows == [None] * len(rows) else {_FUNCTIONS: rows}
 
 
 def _lines(graph: Graph) -> dict[str, Any]:
@@ -155,7 +162,7 @@ def loads(text: str, name: str) -> Graph:
     if version not in (FORMAT_VERSION, _WITHOUT_LINES):
         raise _unreadable(name, f"has format {version!r}")
     keys = _TOP_KEYS - (_NEW_KEYS if version == _WITHOUT_LINES else set())
-    unknown, missing = set(content) - {*keys, _TILED, _GENERATED}, keys - set(content)
+    unknown, missing = set(content) - keys - _OPTIONAL, keys - set(content)
     if unknown or missing:
         word = "unknown" if unknown else "missing"
         raise _unreadable(name, f"has {word} key {min(unknown or missing)!r}")
@@ -217,8 +224,14 @@ def _from_content(content: dict[str, Any]) -> Graph:
         ),
         saved=tuple(Saved(*row) for row in content["saved"]),
         calls=tuple(
-            Call(fqn, n, parent, start, stop, module, tuple(given), tuple(state))
-            for fqn, n, parent, start, stop, module, given, state in content["calls"]
+            Call(
+                fqn, n, parent, start, stop, module, tuple(given), tuple(state), called
+            )
+            for (fqn, n, parent, start, stop, module, given, state), called in zip(
+                content["calls"],
+                content.get(_FUNCTIONS, [None] * len(content["calls"])),
+                strict=True,
+            )
         ),
         encodings=tuple(Encoding(*row) for row in content["encodings"]),
         hazards=tuple(

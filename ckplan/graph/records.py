@@ -121,13 +121,21 @@ class Op:
         return tuple(s for s in dict.fromkeys(self.outputs) if s not in old)
 
 
+FUNCTIONS_PER_OP = 2  # of torch, in most models: views and others that run no op
+
+
 @dataclass(frozen=True, slots=True)
 class EngineCosts:
-    """CPU time of the engine that carries out a plan, besides the ops themselves."""
+    """CPU time of the engine that carries out a plan, besides the ops themselves.
+
+    A rerun compares each function of torch that is called. Most ops come with two of
+    these, and ``module_seconds`` is for both. A function may also run many ops, as that
+    of an LSTM does: ``FUNCTIONS_PER_OP`` says which number counts.
+    """
 
     watch_seconds: float = 0.0  # per tensor that a region's forward saves
     rerun_seconds: float = 0.0  # per op that reruns
-    module_seconds: float = 0.0  # more per op that reruns with its whole module
+    module_seconds: float = 0.0  # more per op that reruns with its module
     region_seconds: float = 0.0  # per region
     again: float = 1.0  # seconds of an op in backward, as a factor of its own
     path_seconds: float = 0.0  # per call that is followed to tell whose ops run
@@ -200,6 +208,7 @@ class Call:
     module: str  # type name
     arguments: tuple[int, ...] = ()  # storages
     state: tuple[int, ...] = ()  # storages of its module's buffers and other tensors
+    functions: int | None = None  # of torch that it calls itself; None: not counted
 
     def __str__(self) -> str:
         return f"{self.fqn or '.'}#{self.number}"

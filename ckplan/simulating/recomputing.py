@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from ckplan.errors import PlanError
 from ckplan.graph.graph import Graph
-from ckplan.graph.records import MULTIPLIES, Encoding, Saved
+from ckplan.graph.records import FUNCTIONS_PER_OP, MULTIPLIES, Encoding, Saved
 from ckplan.plan.region import PROGRAM, Region
 from ckplan.simulating.effect import BEFORE_OP, COPIED, REBUILT, Effect, Interval, Work
 from ckplan.simulating.ledger import ByteCounter, Ledger, is_on_cpu, random_state_bytes
@@ -91,7 +91,7 @@ def _count_seconds(view: RegionView, region: Region, effect: Effect) -> None:
     graph, engine, steps = view.graph, view.graph.engine, effect.steps
     per_op = engine.rerun_seconds
     if region.by != PROGRAM:
-        per_op += engine.module_seconds
+        per_op += engine.module_seconds * _compared(view)
     begin = engine.region_seconds + engine.path_seconds * num_followed(view, region)
     if _is_recorded(view, region):
         per_op += engine.record_seconds
@@ -112,6 +112,17 @@ def _count_seconds(view: RegionView, region: Region, effect: Effect) -> None:
         Work(gap, launch[op], engine.again * device[op], per_op)
         for gap, op in zip(effect.gaps, steps, strict=True)
     )
+
+
+def _compared(view: RegionView) -> float:
+    """The share of ops whose functions a rerun compares: less if one runs many ops."""
+    first, last = view.unit
+    stop = _end(view.graph, first if last is None else last)
+    counts = [call.functions for call in view.graph.calls[first:stop]]
+    functions = sum(count for count in counts if count is not None)
+    if None in counts or not functions:
+        return 1.0
+    return min(functions / (FUNCTIONS_PER_OP * (view.stop - view.start)), 1.0)
 
 
 def num_recorded(view: RegionView, region: Region, effect: Effect) -> int:

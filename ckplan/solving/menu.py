@@ -82,16 +82,19 @@ class Menus:
 
     def _regions(self, unit: Unit) -> list[Region]:
         regions = [self._moved_to_unit(kept, unit) for kept in self._kept(unit)]
-        if unit[1] is None and self._overwrites_buffers(unit[0]):
+        if unit[1] is None and self._may_rerun(unit[0]):
             regions.append(Region(unit[0], RERUN))
         return regions
 
-    def _overwrites_buffers(self, call: int) -> bool:
-        """Whether rerunning a call with restored buffers drops more than a program.
+    def _may_rerun(self, call: int) -> bool:
+        """Whether running a call again, with its buffers restored, may be better.
 
-        A program recomputes no op whose inputs have been overwritten.
+        A program recomputes no op whose inputs have been overwritten. If its ops vary,
+        each step records them, which a rerun does not need.
         """
-        return any(one.kind == "buffer" for one in self._graph.hazards_in(call))
+        hazards = self._graph.hazards_in(call)
+        overwrites = any(one.kind == "buffer" for one in hazards)
+        return overwrites or self._simulator.view(call).varies
 
     def choices(self, unit: Unit) -> list[Region]:
         """Regions on a unit for local search: every set if there are few."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -274,16 +275,23 @@ def _calls(
     """Calls that ran an op, and the graph's number of every recorded call."""
     number = {OUTSIDE_CALLS: OUTSIDE_CALLS}
     calls: list[Call] = []
+    counts: list[int] = []  # of functions, in calls of the graph
     for index, raw in enumerate(recording.calls):
         parent = number[raw.parent]
         if raw.stop == raw.start:
             number[index] = parent
+            if parent != OUTSIDE_CALLS:
+                counts[parent] += raw.functions or 0
             continue
         number[index] = len(calls)
+        counts.append(raw.functions or 0)
         given, state = (
             tuple(renamed[storage] for storage in group)
             for group in (raw.given, raw.state)
         )
         span = raw.start, raw.stop
         calls.append(Call(raw.fqn, raw.number, parent, *span, raw.module, given, state))
+    if any(counts):  # else nobody counted
+        counted = zip(calls, counts, strict=True)
+        calls = [replace(call, functions=count) for call, count in counted]
     return tuple(calls), number

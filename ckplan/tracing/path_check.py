@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 
 from ckplan.graph.records import OUTSIDE_CALLS
 from ckplan.tracing.faking.hollow import hollow_tensors
+from ckplan.tracing.recording.function_counts import count_function, is_attribute
 from ckplan.tracing.recording.recorder import StepRecorder
 from ckplan.tracing.recording.recording import Recording, TensorMeta
 from ckplan.training.failures import first_line
@@ -79,7 +80,8 @@ class FunctionLog(TorchFunctionMode):
     ) -> Any:
         out = func(*args, **(kwargs or {}))
         name = getattr(func, "__name__", "")
-        if self._recorder is not None and name not in ("__get__", "__set__"):
+        if self._recorder is not None and not is_attribute(func):
+            count_function(self._recorder)
             leaves = pytree.tree_leaves(out)
             made = [x for x in leaves if isinstance(x, torch.Tensor)]
             if made:

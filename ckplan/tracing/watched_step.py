@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
@@ -17,6 +17,7 @@ from ckplan.graph.records import BEFORE_STEP
 from ckplan.tracing.faking.fake_mode import KnownValues
 from ckplan.tracing.first_step import FirstStep
 from ckplan.tracing.path_check import FunctionLog
+from ckplan.tracing.recording.function_counts import FunctionCounts
 from ckplan.tracing.recording.recorder import StepRecorder
 from ckplan.tracing.recording.recording import Recording
 from ckplan.tracing.recording.storages import Storages
@@ -167,7 +168,7 @@ def _record(
     recorder: StepRecorder, step: TrainingStep, log: FunctionLog | None
 ) -> list[str]:
     with recorder.watching():
-        with log.following(recorder) if log else nullcontext():
+        with log.following(recorder) if log else FunctionCounts(recorder):
             output, loss, rule = step.forward()
         recorder.begin_backward(loss)
         step.backward(loss)

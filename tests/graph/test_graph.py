@@ -288,6 +288,15 @@ def test_index_out_of_range_is_refused(path: tuple[str | int, ...], value: int) 
         loads(changed(put(*path, value=value)), "x")
 
 
+@pytest.mark.parametrize("counts", [[1], [-1, 2], ["1", 2], [1.5, 2]])
+def test_functions_are_counted_for_every_call(counts: list[Any]) -> None:
+    graph = loads(changed(put("functions", value=[3] * len(GRAPH.calls))), "x")
+    assert {call.functions for call in graph.calls} == {3}
+    wrong = counts if len(counts) == 1 else [counts[0], *[2] * (len(GRAPH.calls) - 1)]
+    with pytest.raises(GraphError, match=r"functions|malformed"):
+        loads(changed(put("functions", value=wrong)), "x")
+
+
 COSTS = [
     ("ops", 3, 5, 1, 0),  # workspace
     ("ops", 3, 6),  # FLOPs

@@ -233,6 +233,22 @@ def test_a_rerun_stops_after_its_last_saved_tensor() -> None:
     assert list(range(graph.calls[block].start, last_saved)) == effect.steps
 
 
+@pytest.mark.parametrize("functions", [None, 0, 1, 40])
+def test_a_rerun_compares_functions_of_torch(functions: int | None) -> None:
+    """An LSTM of C++ runs hundreds of ops in one function, others two for each op."""
+    graph = graphs.chain(3)
+    calls = tuple(replace(call, functions=functions) for call in graph.calls)
+    costs = EngineCosts(rerun_seconds=0.1, module_seconds=0.5)
+    graph = replace(graph, calls=calls, engine=costs)
+    regions = [Region(call, RERUN) for call in graph.children[-1][:2]]
+    found = simulate(graph, regions)
+    assert found.recompute_seconds == pytest.approx(walk_plan(graph, regions).seconds)
+    plain = simulate(replace(graph, engine=EngineCosts(rerun_seconds=0.1)), regions)
+    steps = sum(len(effect.steps) for effect in found.effects)
+    share = (found.recompute_seconds - plain.recompute_seconds) / (0.5 * steps)
+    assert (share < 1) == (functions == 1)
+
+
 def test_regions_inside_one_another_are_refused() -> None:
     graph = graphs.random_step(Random(3))
     with pytest.raises(PlanError, match="regions overlap"):

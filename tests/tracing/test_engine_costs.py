@@ -14,6 +14,7 @@ from torch.nn.utils.rnn import pack_sequence
 import ckplan
 from ckplan.applying.recording.recorder import Recorder
 from ckplan.errors import CkplanError
+from ckplan.graph.file import dumps, loads
 from ckplan.graph.graph import Graph
 from ckplan.graph.records import EngineCosts
 from ckplan.plan.plan import Plan, PlannedRegion
@@ -149,6 +150,32 @@ def test_forwards_are_recorded_each_time_where_none_repeats_another(
     for _ in range(3):
         model(batch).sum().backward()
     assert [begun.count(name) for name in ("0", "1")] == [3 if varies else 1, 1]
+
+
+class Tagger(nn.Module):
+    """Packed sequences through a GRU, each step of which is several ops."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gru, self.flat = nn.GRU(16, 32), nn.Flatten()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        packed = self.gru(pack_sequence([*self.flat(x).view(2, 40, 16)]))[0]
+        return packed.data.tanh()
+
+
+def test_a_layer_of_one_function_runs_again_as_one() -> None:
+    """Programs of its many ops are dear, and would be recorded in each step."""
+    model, batch = Tagger(), torch.ones(2, 640)
+    graph = ckplan.profile(model, batch, in_step=False)
+    gru = next(call for call in graph.calls if call.fqn == "gru")
+    assert gru.functions is not None and gru.functions < 20
+    assert gru.stop - gru.start > 20 * gru.functions
+    (outer,) = (call for call in graph.calls if not call.fqn)
+    assert outer.functions is not None and outer.functions >= 5  # with that of `flat`
+    assert loads(dumps(graph), "x").calls == graph.calls
+    plan = ckplan.solve(graph, simulate(graph).peak_bytes * 9 // 10)
+    assert [region.by for region in plan.regions if "gru" in region.calls] == ["rerun"]
 
 
 def test_measuring_leaves_everything_as_it_was() -> None:

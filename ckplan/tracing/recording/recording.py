@@ -111,6 +111,7 @@ class RawCall:
     given: tuple[int, ...] = ()
     state: tuple[int, ...] = ()
     stop: int = -1
+    functions: int | None = None  # of torch, that its forward calls itself
 
 
 @dataclass
