@@ -10,7 +10,7 @@ from ckplan.graph.batch import batch_rows, batch_shapes
 from ckplan.graph.extrapolate import StepLine
 from ckplan.graph.graph import Graph
 
-STEPS = (1, 2, 3, *(n << e for e in range(17) for n in (4, 5, 6, 7)))
+STEPS = (1, 2, 3, *(n << e for e in range(28) for n in (4, 5, 6, 7)))
 """Rows of a coarse search: four in every doubling."""
 
 

@@ -157,24 +157,25 @@ class Tagger(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.gru, self.flat = nn.GRU(16, 32), nn.Flatten()
+        self.gru, self.flat = nn.GRU(16, 16), nn.Flatten()
+        self.head = nn.Sequential(nn.Linear(16, 256), nn.Tanh(), nn.Linear(256, 256))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        packed = self.gru(pack_sequence([*self.flat(x).view(2, 40, 16)]))[0]
-        return packed.data.tanh()
+        packed = self.gru(pack_sequence([*self.flat(x).view(64, 10, 16)]))[0]
+        return self.head(packed.data)
 
 
 def test_a_layer_of_one_function_runs_again_as_one() -> None:
     """Programs of its many ops are dear, and would be recorded in each step."""
-    model, batch = Tagger(), torch.ones(2, 640)
+    model, batch = Tagger(), torch.ones(64, 160)
     graph = ckplan.profile(model, batch, in_step=False)
     gru = next(call for call in graph.calls if call.fqn == "gru")
     assert gru.functions is not None and gru.functions < 20
-    assert gru.stop - gru.start > 20 * gru.functions
+    assert gru.stop - gru.start > 5 * gru.functions
     (outer,) = (call for call in graph.calls if not call.fqn)
     assert outer.functions is not None and outer.functions >= 5  # with that of `flat`
     assert loads(dumps(graph), "x").calls == graph.calls
-    plan = ckplan.solve(graph, simulate(graph).peak_bytes * 9 // 10)
+    plan = ckplan.solve(graph, simulate(graph).peak_bytes * 97 // 100)
     assert [region.by for region in plan.regions if "gru" in region.calls] == ["rerun"]
 
 
