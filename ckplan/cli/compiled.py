@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from ckplan.cli.inputs import check_output
+from ckplan.cli.inputs import check_plan_output
 from ckplan.cli.terminal import print_message, print_report
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ def verify_in_compiled(
     """Compare compiled steps with a plan and without; write the plan if wanted."""
     wanted, eager = _wanted(plan, budget)
     if save is not None:
-        check_output(save, force)
+        check_plan_output(save, force)
     from ckplan.plan import file as plan_file
     from ckplan.report.compiled import compiled_error, compiled_report
     from ckplan.report.progress import ProgressLine

@@ -26,6 +26,7 @@ TRACES = Path("traces")
 _MOST_BESIDE = 5  # traces in the folder of a plan
 _LONGEST_NAME = 120
 _PLAN_SUFFIXES = (".yaml", ".yml")
+_NOT_PLANS = (".py", ".json", ".gz")
 
 
 def shard_for_rank(graph: Graph, sharding: Sharding | None) -> Graph:
@@ -57,6 +58,17 @@ def check_output(path: Path, force: bool, hint: str | None = None) -> None:
         from ckplan import files
 
         raise files.exists(path, hint)
+
+
+def check_plan_output(path: Path, force: bool) -> None:
+    """Raise early if a plan cannot be written there; nor over a trace or a script."""
+    if path.suffix in _NOT_PLANS:
+        raise CkplanError(
+            f"cannot write the plan to '{path}': a plan is YAML",
+            needed="the name of a plan",
+            hint="-o plan.yaml",
+        )
+    check_output(path, force)
 
 
 def check_plot_output(path: Path, force: bool) -> None:
@@ -241,12 +253,12 @@ def check_wish(
     if plan is not None and save is not None:
         raise typer.BadParameter("--save goes with --budget, or with --compile")
     if save is not None:
-        check_output(save, force)
+        check_plan_output(save, force)
 
 
 def _is_plan(text: str) -> bool:
     path = Path(text)
-    other = path.suffix in (".py", ".json", ".gz")
+    other = path.suffix in _NOT_PLANS
     return path.suffix in _PLAN_SUFFIXES or (path.is_file() and not other)
 
 

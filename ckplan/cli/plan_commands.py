@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ckplan.cli.inputs import (
-    check_output,
+    check_plan_output,
     check_plot_output,
     find_mean,
     load_step,
@@ -93,7 +93,7 @@ def solve(
     ]
     if len(objectives) > 1:
         raise typer.BadParameter(f"only one is possible: {OBJECTIVE_OPTIONS}")
-    check_output(output, force)
+    check_plan_output(output, force)
     sharding = rank.sharding()
     from ckplan.plan import file as plan_file
     from ckplan.report.progress import ProgressLine

@@ -44,10 +44,11 @@ from ckplan.units import format_bytes
 
 NOTE_RECORDED = "recorded from a running loop, on real tensors: its step number"
 NOTE_OVER = (
-    "a backward of the next step needs tensors of this one, which are counted up to "
-    "the end of the last backward: of several optimizers, the one that steps last in "
-    "the loop should end the step"
+    "autograd holds tensors of this step beyond its end, which are counted up to the "
+    "end of the last backward: outputs that no backward runs through, or one of the "
+    "next step"
 )
+NOTE_LAST = "of several optimizers, the one that steps last in the loop should end it"
 _MENTIONED_BYTES = 1 << 20
 # Which steps after the first one are recorded of batches that are cut: a loader can be
 # one batch ahead, and what a step leaves behind must be of the same cut. Both numbers
@@ -285,7 +286,8 @@ def _notes(kept: _Kept) -> list[str]:
             "are not counted: leave them free with --reserve"
         )
     if kept.watch.holds_over:
-        notes.append(NOTE_OVER)
+        several = len(kept.watch.optimizers) > 1
+        notes.append(f"{NOTE_OVER}; {NOTE_LAST}" if several else NOTE_OVER)
     return notes
 
 

@@ -64,6 +64,7 @@ class LoopWatch:
                 needed="one recorder at a time",
                 hint="record one model, then the other one",
             )
+        self.optimizers = optimizers
         self.rounds: list[Round] = []
         self.batch: dict[str, str] = {}  # of the largest call of the model
         self.holds_over = False  # a later step runs backward through this forward

@@ -42,7 +42,8 @@ def _import_file(path: Path) -> ModuleType:
     if not path.is_file():
         near = files.nearest(path, "*.py")
         raise WorkloadError(
-            f"cannot read the workload: {path} is not there",
+            f"cannot read the workload: {path} is "
+            + ("a folder" if path.is_dir() else "not there"),
             needed="a Python file with a function build()",
             hint=f"did you mean '{near.name}'?"
             if near

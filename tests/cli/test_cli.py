@@ -308,6 +308,13 @@ def test_solve_overwrites_by_force(run: Run, trace: Path, folder: Path) -> None:
     assert (folder / "plan.yaml").read_text().startswith("ckplan: 1\n")
 
 
+def test_a_plan_is_not_written_over_its_trace(run: Run, trace: Path) -> None:
+    before = trace.read_bytes()
+    ended = run("solve", str(trace), "--budget", "80GB", "--force", "-o", str(trace))
+    assert (ended.code, trace.read_bytes()) == (1, before)
+    assert "a plan is YAML" in ended.err and "try:    -o plan.yaml" in ended.err
+
+
 @pytest.mark.parametrize("goal", ["--max-overhead 50%", "--min-memory", "--knee"])
 def test_solve_takes_a_goal_in_place_of_a_budget(
     goal: str, run: Run, large_trace: Path

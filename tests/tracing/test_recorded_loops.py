@@ -184,7 +184,7 @@ def test_a_step_that_the_next_one_needs_is_noted_and_not_too_small() -> None:
     early = loop._replace(pick=lambda state: (state[1], state[3]))
     graph, state = recorded(early, 4)
     assert all(map(torch.equal, state, trained(loop, 4)))
-    assert NOTE_OVER in graph.notes
+    assert any(note.startswith(NOTE_OVER) for note in graph.notes)
     assert simulate(graph).peak_bytes >= measured_peak(loop)
 
 
