@@ -10,7 +10,7 @@ import gzip
 import json
 import zlib
 from collections.abc import Sequence
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any
 
@@ -55,8 +55,9 @@ _TOP_KEYS = {
     *_NEW_KEYS,
 }
 # Keys of what only some steps have: tests of tiles, plans of compiled code.
-_TILED, _GENERATED, _FUNCTIONS = "tiled", "generated", "functions"
-_OPTIONAL = {_TILED, _GENERATED, _FUNCTIONS}
+_TILED, _GENERATED = "tiled", "generated"
+_FUNCTIONS, _INSIDE = "functions", "inside"  # of functions of torch, if known
+_OPTIONAL = {_TILED, _GENERATED, _FUNCTIONS, _INSIDE}
 _LEAST_ENGINE_COSTS = 2  # earlier versions wrote no more
 _UNKNOWN = -1  # in place of a row of "lines" or "tensors"
 
@@ -123,7 +124,9 @@ def _generated(graph: Graph) -> dict[str, Any]:
 
 def _functions(graph: Graph) -> dict[str, Any]:
     rows = [call.functions for call in graph.calls]
-    return {} if rows == [None] * len(rows) else {_FUNCTIONS: rows}
+    inside = [number for number, op in enumerate(graph.ops) if op.is_inside]
+    counts = {} if rows == [None] * len(rows) else {_FUNCTIONS: rows}
+    return {**counts, **({_INSIDE: inside} if inside else {})}
 
 
 def _lines(graph: Graph) -> dict[str, Any]:
@@ -209,13 +212,15 @@ def _op(
 def _from_content(content: dict[str, Any]) -> Graph:
     names = dict(enumerate(content["names"]))
     lines, tensors = _columns(content)
-    ops = tuple(
+    ops = [
         _op(names, line, *row) for row, line in zip(content["ops"], lines, strict=True)
-    )
+    ]
+    for number in content.get(_INSIDE, ()):
+        ops[range(len(ops)).index(number)] = replace(ops[number], is_inside=True)
     return Graph(
         model=str(content["model"]),
         fingerprint=dict(content["fingerprint"]),
-        ops=ops,
+        ops=tuple(ops),
         storages=tuple(
             Storage(size, kind, maker, last, tensor)
             for (size, kind, maker, last), tensor in zip(

@@ -113,6 +113,7 @@ class Op:
     random: bool
     launch_seconds: float = 0.0  # CPU time to launch it on a GPU
     line: str = ""  # "gpt2/modeling_gpt2.py:312", which ran it; "" if not known
+    is_inside: bool = False  # of a function of torch that returns none of its outputs
 
     @property
     def creates(self) -> tuple[int, ...]:

@@ -96,6 +96,11 @@ class RegionView:
         return self._forward[1]
 
     @cached_property
+    def packed_values(self) -> frozenset[int]:
+        """Values that autograd saves."""
+        return frozenset(value for _, _, value in self.packed)
+
+    @cached_property
     def _forward(self) -> tuple[Flow, list[tuple[int, Saved, int]]]:
         flow, packed, position = Flow(), [], self.start
         for index, saved in self.made:

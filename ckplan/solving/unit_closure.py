@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 from ckplan.graph.graph import Graph
 from ckplan.graph.records import BEFORE_STEP
-from ckplan.simulating.program import EXTERNAL, Flow
+from ckplan.simulating.program import EXTERNAL
 from ckplan.simulating.view import RegionView
 from ckplan.solving.closure_problem import NANOSECOND, ClosureProblem, Demand
 
@@ -32,7 +32,7 @@ def unit_closure_problem(
     bytes_of = {
         value: 0 if storage in alive else graph.storages[storage].bytes
         for storage, value in flow.current.items()
-        if _can_be_kept(flow, value)
+        if _can_be_kept(view, value)
     }
     encodings = {
         flow.returned[one.op - view.start][one.output]: one
@@ -61,12 +61,22 @@ def keepable_outputs(view: RegionView) -> list[tuple[int, int]]:
     found = {
         (view.start + maker, flow.returned[maker].index(value))
         for value in flow.current.values()
-        if (maker := flow.maker_of[value]) != EXTERNAL and _can_be_kept(flow, value)
+        if (maker := flow.maker_of[value]) != EXTERNAL and _can_be_kept(view, value)
     }
     return sorted(found)
 
 
-def _can_be_kept(flow: Flow, value: int) -> bool:
-    """Whether a plan can name the value: only outputs of ops have names."""
+def _can_be_kept(view: RegionView, value: int) -> bool:
+    """Whether a plan can name the value, and a forward can keep it.
+
+    Only outputs of ops have names. Of those inside a function of torch, as in an LSTM,
+    a forward that is not recorded op by op meets what autograd saves alone.
+    """
+    flow = view.flow
     maker = flow.maker_of[value]
-    return maker == EXTERNAL or value in flow.returned[maker]
+    if maker == EXTERNAL:
+        return True
+    is_met = (
+        not view.graph.ops[view.start + maker].is_inside or value in view.packed_values
+    )
+    return is_met and value in flow.returned[maker]

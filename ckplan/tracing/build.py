@@ -216,6 +216,7 @@ def _op(
         random=may_draw(raw.func) and draws(raw.func, *raw.arguments),
         launch_seconds=round(cost.launch_seconds, 9),
         line=raw.line,
+        is_inside=raw.is_inside,
     )
 
 

@@ -78,15 +78,17 @@ class FunctionLog(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        recorder = self._recorder
+        first = len(recorder.recording.ops) if recorder else 0
         out = func(*args, **(kwargs or {}))
         name = getattr(func, "__name__", "")
-        if self._recorder is not None and not is_attribute(func):
-            count_function(self._recorder)
+        if recorder is not None and not is_attribute(func):
+            count_function(recorder, first, out)
             leaves = pytree.tree_leaves(out)
             made = [x for x in leaves if isinstance(x, torch.Tensor)]
             if made:
                 shapes = tuple(tuple(x.shape) for x in made)
-                place = self._recorder.current_call
+                place = recorder.current_call
                 self._made.append((place, resolve_name(func) or name, shapes))
         return out
 

@@ -297,6 +297,15 @@ def test_functions_are_counted_for_every_call(counts: list[Any]) -> None:
         loads(changed(put("functions", value=wrong)), "x")
 
 
+@pytest.mark.parametrize("number", [-1, 10**6, "1", None])
+def test_ops_inside_of_functions_are_there(number: object) -> None:
+    graph = loads(changed(put("inside", value=[1, 3])), "x")
+    assert [n for n, op in enumerate(graph.ops) if op.is_inside] == [1, 3]
+    assert loads(dumps(graph), "x") == graph
+    with pytest.raises(GraphError, match="malformed"):
+        loads(changed(put("inside", value=[1, number])), "x")
+
+
 COSTS = [
     ("ops", 3, 5, 1, 0),  # workspace
     ("ops", 3, 6),  # FLOPs

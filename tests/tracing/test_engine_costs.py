@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.utils.rnn import pack_sequence
 
 import ckplan
+from ckplan.applying import status
 from ckplan.applying.recording.recorder import Recorder
 from ckplan.errors import CkplanError
 from ckplan.graph.file import dumps, loads
@@ -177,6 +178,39 @@ def test_a_layer_of_one_function_runs_again_as_one() -> None:
     assert loads(dumps(graph), "x").calls == graph.calls
     plan = ckplan.solve(graph, simulate(graph).peak_bytes * 97 // 100)
     assert [region.by for region in plan.regions if "gru" in region.calls] == ["rerun"]
+
+
+class Recurrent(nn.Module):
+    """Two layers of a GRU, all of whose ops are inside one function of torch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gru = nn.GRU(32, 32, 2, batch_first=True, dropout=0.1)
+        self.head = nn.Sequential(nn.Linear(32, 256), nn.Tanh(), nn.Linear(256, 256))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.gru(x)[0])
+
+
+def test_a_plan_keeps_what_later_forwards_meet() -> None:
+    """A kept value that no function returns, and autograd does not save, is not met."""
+    model, batch = Recurrent(), torch.ones(64, 8, 32)
+    graph = ckplan.profile(model, batch, in_step=False)
+    gru = next(call for call in graph.calls if call.fqn == "gru")
+    inside = [op.is_inside for op in graph.ops[gru.start : gru.stop]]
+    assert len(inside) - 9 <= sum(inside) < len(inside)
+    assert loads(dumps(graph), "x").ops == graph.ops
+    points = ckplan.frontier(graph)
+    kept = [point for point in points if any(one.save for one in point.regions)]
+    assert kept
+    for point in kept[:: len(kept) // 4 or 1]:
+        plan = ckplan.solve(graph, point.peak_bytes)
+        ckplan.apply(model, plan)
+        for _ in range(2):
+            model(batch).sum().backward()
+        assert [(one.recorded, one.repeatable) for one in status(model).regions] == [
+            (1, True) for _ in plan.regions
+        ]
 
 
 def test_measuring_leaves_everything_as_it_was() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 
 from ckplan.graph.records import OUTSIDE_CALLS
 from ckplan.tracing.recording.recorder import StepRecorder
@@ -26,9 +27,12 @@ class FunctionCounts(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if not is_attribute(func):
-            count_function(self._recorder)
-        return func(*args, **(kwargs or {}))
+        if is_attribute(func):
+            return func(*args, **(kwargs or {}))
+        first = len(self._recorder.recording.ops)
+        out = func(*args, **(kwargs or {}))
+        count_function(self._recorder, first, out)
+        return out
 
 
 def is_attribute(function: object) -> bool:
@@ -36,9 +40,19 @@ def is_attribute(function: object) -> bool:
     return getattr(function, "__name__", "") in _ATTRIBUTES
 
 
-def count_function(recorder: StepRecorder) -> None:
-    """Count a function that the innermost running call makes itself."""
-    number = recorder.current_call
+def count_function(recorder: StepRecorder, first: int, returned: object) -> None:
+    """Count a function that the innermost running call makes itself.
+
+    Args:
+        recorder: What records the forward.
+        first: The first op that the function ran.
+        returned: What it returned. Of its other tensors no function mode is told.
+    """
+    number, ops = recorder.current_call, recorder.recording.ops[first:]
     if number != OUTSIDE_CALLS:
         call = recorder.recording.calls[number]
         call.functions = (call.functions or 0) + 1
+    if len(ops) > 1:
+        told = recorder.storages.known(pytree.tree_leaves(returned))
+        for op in ops:
+            op.is_inside = told.isdisjoint((*op.outputs, *op.writes))

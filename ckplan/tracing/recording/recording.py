@@ -66,6 +66,7 @@ class RawOp:
     accumulates: bool  # autograd's sum of two gradients, between two nodes
     in_grad_mode: bool  # some kernels depend on it
     line: str = ""  # of the model's source; "" if not known
+    is_inside: bool = False  # of a function of torch that returns none of its outputs
 
     @property
     def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -141,6 +141,12 @@ class Storages:
                     if storages[number].maker != BEFORE_STEP:
                         yield number
 
+    def known(self, leaves: Iterable[object]) -> set[int]:
+        """The numbers of those storages of tensors that are known."""
+        tensors = (leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
+        found = (self._ids.get(_storage_of(tensor)._cdata) for tensor in tensors)
+        return {number for number in found if number is not None}
+
     def number_of(self, tensor: torch.Tensor) -> int:
         """The number of a tensor's storage, which must be known."""
         return self._ids[tensor.untyped_storage()._cdata]
