@@ -38,6 +38,7 @@ from ckplan.training.workload import (
     on_device,
     tensors_of,
 )
+from ckplan.units import format_bytes
 
 NOTE_PREDICTED = "optimizer: predicted only, as one byte for each of two states"
 NOTE_ADAMW = "assumed optimizer: adamw (--optimizer)"
@@ -181,7 +182,23 @@ def _record(
         del grads
         step.update()
         del value
-    return [rule, *_said_of(step)]
+    return [rule, *_without_gradients(step.workload.model), *_said_of(step)]
+
+
+def _without_gradients(model: nn.Module) -> Iterator[str]:
+    """What a step that trains more of the model would take besides."""
+    left = [
+        (name, p)
+        for name, p in model.named_parameters()
+        if p.requires_grad and p.grad is None
+    ]
+    if left:
+        (first, _), num_bytes = left[0], sum(p.nbytes for _, p in left)
+        yield (
+            f"no gradient for {first}{', ...' * (len(left) > 1)}: a step that trains "
+            f"them, too, takes {format_bytes(num_bytes)} more for gradients, and the "
+            "optimizer's state"
+        )
 
 
 def _record_update(recorder: StepRecorder, step: TrainingStep) -> list[str]:

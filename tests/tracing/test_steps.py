@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 import ckplan
+from ckplan import units
 from ckplan.errors import ApplyError
 from ckplan.graph import file as trace_file
 from ckplan.graph.graph import Graph
@@ -599,6 +600,44 @@ def test_steps_with_layers_that_are_recorded_anew_say_nothing_of_others(
 ) -> None:
     found = in_steps_of(Counted, cache)
     assert note_of(found) == "a layer calls torch otherwise in each step"
+
+
+class Distilled(nn.Module):
+    """A student that follows a teacher, which saves nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student, self.teacher = (
+            nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in "ab"))
+            for _ in "st"
+        )
+        self.unused = nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            wanted = self.teacher(x)
+        return (self.student(x) - wanted).square().mean()
+
+
+def test_trial_plans_leave_out_what_runs_without_gradients() -> None:
+    graph = ckplan.profile(Distilled(), torch.ones(4, 8), in_step=False)
+    (nothing, *_) = trial_plans(graph)
+    named = [graph.calls[region.call].fqn for region in nothing]
+    assert named and not [fqn for fqn in named if fqn.startswith("teacher")]
+
+
+def test_parameters_without_a_gradient_are_noted() -> None:
+    model = Distilled()
+    graph = ckplan.profile(model, torch.ones(4, 8), in_step=False)
+    (note,) = (note for note in graph.notes if note.startswith("no gradient"))
+    left = [*model.teacher.parameters(), *model.unused.parameters()]
+    num_bytes = sum(p.nbytes for p in left)
+    assert "no gradient for teacher.0.0.weight, ...:" in note
+    assert f"takes {units.format_bytes(num_bytes)} more for gradients" in note
+    model.teacher.requires_grad_(False)
+    model.unused = nn.Identity()
+    graph = ckplan.profile(model, torch.ones(4, 8), in_step=False)
+    assert not [note for note in graph.notes if note.startswith("no gradient")]
 
 
 def test_trial_plans_cover_the_layers_and_keep_what_is_dear(profiled: Graph) -> None:

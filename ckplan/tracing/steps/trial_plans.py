@@ -17,7 +17,8 @@ def trial_plans(graph: Graph) -> list[tuple[Region, ...]]:
     """
     simulator = Simulator(graph)
     layers = find_repeated_layers(graph, Menus(simulator))
-    layers = [one for one in layers if can_recompute(simulator, Region(one))]
+    saving = [one for one in layers if graph.saved_in(one)]  # not under no_grad
+    layers = [one for one in saving if can_recompute(simulator, Region(one))]
     layers = layers or _calls_to_recompute(simulator, OUTSIDE_CALLS)
     if not layers:
         return []
