@@ -43,12 +43,6 @@ from ckplan.training.workload import check_not_lazy
 from ckplan.units import format_bytes
 
 NOTE_RECORDED = "recorded from a running loop, on real tensors: its step number"
-NOTE_OVER = (
-    "autograd holds tensors of this step beyond its end, which are counted up to the "
-    "end of the last backward: outputs that no backward runs through, or one of the "
-    "next step"
-)
-NOTE_LAST = "of several optimizers, the one that steps last in the loop should end it"
 _MENTIONED_BYTES = 1 << 20
 # Which steps after the first one are recorded of batches that are cut: a loader can be
 # one batch ahead, and what a step leaves behind must be of the same cut. Both numbers
@@ -285,10 +279,7 @@ def _notes(kept: _Kept) -> list[str]:
             f"{format_bytes(beside_bytes)} in tensors that the step does not use "
             "are not counted: leave them free with --reserve"
         )
-    if kept.watch.holds_over:
-        several = len(kept.watch.optimizers) > 1
-        notes.append(f"{NOTE_OVER}; {NOTE_LAST}" if several else NOTE_OVER)
-    return notes
+    return [*notes, *kept.watch.notes()]
 
 
 def record(

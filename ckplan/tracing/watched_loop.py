@@ -8,6 +8,7 @@ copies, so the loop computes what it computes without a recorder.
 from __future__ import annotations
 
 import os
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import cached_property
@@ -25,13 +26,30 @@ from ckplan.errors import WorkloadError
 from ckplan.graph.records import BEFORE_STEP, OUTSIDE_CALLS
 from ckplan.tracing.faking.backward_pass import leaf_of, reachable_nodes
 from ckplan.tracing.recording.recorder import StepRecorder
-from ckplan.tracing.recording.recording import STILL_ALIVE, RawStorage, Recording
+from ckplan.tracing.recording.recording import (
+    STILL_ALIVE,
+    RawSaved,
+    RawStorage,
+    Recording,
+)
 from ckplan.tracing.recording.trimming import Kept, Trimmed, largest_moment, trimmed
 from ckplan.tracing.watched_step import know_before
 from ckplan.training.collector import apart_from_garbage, instances_of
 from ckplan.training.fingerprint import batch_shapes, count_elements
 from ckplan.training.optimizers import step_counts
 from ckplan.training.workload import tensors_of
+
+NOTE_OVER = (
+    "autograd holds tensors of this step beyond its end, which are counted up to the "
+    "end of the last backward: those of outputs that no backward runs through, or "
+    "that a backward of the next step does; then the optimizer that steps last in the "
+    "loop should end the step"
+)
+NOTE_AGAIN = (
+    "a second backward runs through the same forward (retain_graph): what is rebuilt "
+    "for the first one is counted until the last, and reruns, which let it go, may "
+    "take less; a backward of the sum of both losses needs less memory"
+)
 
 
 class Round(NamedTuple):
@@ -64,10 +82,10 @@ class LoopWatch:
                 needed="one recorder at a time",
                 hint="record one model, then the other one",
             )
-        self.optimizers = optimizers
         self.rounds: list[Round] = []
         self.batch: dict[str, str] = {}  # of the largest call of the model
-        self.holds_over = False  # a later step runs backward through this forward
+        self._holds_over = False  # autograd does, from this step to the next
+        self._runs_again = False  # a backward, through what another one went through
         self._model, self._placed = model, placed
         on_cuda = placed.type == "cuda"
         self._recorder = StepRecorder(model, placed, fake=False, on_cuda=on_cuda)
@@ -103,7 +121,8 @@ class LoopWatch:
     def result(self) -> Trimmed:
         """The step; of accumulated batches that run the same ops, the largest one."""
         recording, rounds = self._recorder.recording, self.rounds
-        self.holds_over = _hold_over(recording)
+        self._runs_again = _run_again(recording, [one.stop for one in rounds])
+        self._holds_over = _hold_over(recording)
         alike = {_signature(recording, one) for one in rounds}
         if len(rounds) < 2 or len(alike) > 1 or alike == {()}:
             return trimmed(recording)
@@ -114,6 +133,13 @@ class LoopWatch:
         found.recording.num_forward = largest.backward - largest.start
         found.recording.num_backward = largest.stop - largest.backward
         return found
+
+    def notes(self) -> Iterator[str]:
+        """What is to be known of the recorded step."""
+        if self._holds_over:
+            yield NOTE_OVER
+        if self._runs_again:
+            yield NOTE_AGAIN
 
     def _given(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -274,6 +300,16 @@ def _hold_over(recording: Recording) -> bool:
         )
         storages.append(before)
     return bool(over)
+
+
+def _run_again(recording: Recording, ends: Sequence[int]) -> bool:
+    """Whether a backward uses tensors that one before it has used."""
+
+    def has_ended(saved: RawSaved) -> bool:
+        first = bisect_left(ends, saved.wanted)
+        return first < len(ends) and saved.used >= ends[first]
+
+    return any(one.wanted >= 0 and has_ended(one) for one in recording.saved)
 
 
 def elements(shapes: Mapping[str, str]) -> int:

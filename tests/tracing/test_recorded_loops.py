@@ -23,7 +23,7 @@ from ckplan.plan.plan import Plan
 from ckplan.plan.resolve import resolve
 from ckplan.simulating.simulate import simulate
 from ckplan.tracing.ops_twice import NOTE_SAME
-from ckplan.tracing.record import NOTE_OVER
+from ckplan.tracing.watched_loop import NOTE_AGAIN, NOTE_OVER
 
 
 def trained(loop: Loop, steps: int, plan: Plan | None = None) -> list[torch.Tensor]:
@@ -179,12 +179,37 @@ def test_a_loop_takes_the_bytes_of_a_workload_of_the_same_step() -> None:
     assert {region.by for region in plans[0]} == {region.by for region in plans[1]}
 
 
+@pytest.mark.parametrize("way", ["sum", "two", "retained", "unused"])
+def test_what_autograd_holds_for_longer_is_noted(way: str) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Sigmoid())
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with ckplan.record(model, optimizer) as recorder:
+        for _ in range(3):
+            out = model(torch.ones(4, 8))
+            one, other = out.square().mean(), out.sin().mean()
+            if way == "sum":
+                (one + other).backward()
+            elif way == "two":
+                one.backward()
+                model(torch.ones(4, 8)).sin().mean().backward()
+            elif way == "retained":
+                one.backward(retain_graph=True)
+                other.backward()
+            else:
+                one.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    notes = recorder.graph.notes
+    assert (NOTE_AGAIN in notes) == (way == "retained")
+    assert (NOTE_OVER in notes) == (way != "sum")
+
+
 def test_a_step_that_the_next_one_needs_is_noted_and_not_too_small() -> None:
     loop = LOOPS["critic"]
     early = loop._replace(pick=lambda state: (state[1], state[3]))
     graph, state = recorded(early, 4)
     assert all(map(torch.equal, state, trained(loop, 4)))
-    assert any(note.startswith(NOTE_OVER) for note in graph.notes)
+    assert NOTE_OVER in graph.notes
     assert simulate(graph).peak_bytes >= measured_peak(loop)
 
 
