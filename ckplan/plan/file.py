@@ -95,9 +95,11 @@ def save(plan: Plan, path: str | Path, *, force: bool = False) -> None:
     """Write a plan file, whole or not at all.
 
     Raises:
-        CkplanError: The file exists and ``force`` is not set, or it cannot be
-            written.
+        CkplanError: It is no plan, the file exists and ``force`` is not set, or it
+            cannot be written.
     """
+    if not isinstance(plan, Plan):
+        raise _no_plan(plan, "save")
     files.write_text(path, dumps(plan), force=force)
 
 
@@ -211,8 +213,12 @@ def as_plan(plan: object) -> Plan | None:
         return load(plan)
     if plan is None or isinstance(plan, Plan):
         return plan
-    raise PlanError(
-        f"cannot use a {type(plan).__name__} as a plan",
+    raise _no_plan(plan, "use")
+
+
+def _no_plan(given: object, verb: str) -> PlanError:
+    return PlanError(
+        f"cannot {verb} a {type(given).__name__} as a plan",
         needed="a plan, or the path of its file",
         hint="ckplan.solve(graph, budget='12GiB')",
     )

@@ -67,7 +67,7 @@ def _far_off(found: AbstractOutcome) -> Iterator[str]:
     measured = getattr(found, "measured_peak_bytes", None)  # a dry run has none
     if predicted and measured and abs(measured / predicted - 1) > _FAR:
         yield (
-            f"the step takes {measured / predicted:.2f} times what the plan predicts: "
+            f"the peak is {measured / predicted:.2f} times what the plan predicts: "
             "profile and solve it again"
         )
 

@@ -42,9 +42,9 @@ def solve(graph: Graph, budget_bytes: int) -> Solution:
     return Planner(graph).solve(budget_bytes)
 
 
-def frontier(graph: Graph, count: int = 24) -> tuple[FrontierPoint, ...]:
+def frontier(graph: Graph | str | Path, count: int = 24) -> tuple[FrontierPoint, ...]:
     """Non-dominated plans, the smallest first; see ``Planner.frontier``."""
-    return Planner(graph).frontier(count)
+    return Planner(trace_file.step_of(graph)).frontier(count)
 
 
 def solve_plan(

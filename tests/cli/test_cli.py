@@ -713,7 +713,7 @@ def test_a_prediction_of_another_step_is_told(
     found = verification(measured_peak_bytes=peak_mib * 2**20 * 15 // 16)
     monkeypatch.setattr(verifying, "verify", lambda *args, **kwargs: found)
     ended = run("verify", "model.py", "plan.yaml")
-    said = f"takes {peak_mib / 16:.2f} times what the plan predicts"
+    said = f"peak is {peak_mib / 16:.2f} times what the plan predicts"
     assert (ended.code, said in ended.err) == (0, told)
 
 

@@ -14,7 +14,8 @@ import graphs
 import networkx
 import pytest
 
-from ckplan.errors import CkplanError, InfeasibleError
+import ckplan
+from ckplan.errors import CkplanError, GraphError, InfeasibleError, PlanError
 from ckplan.graph.file import load
 from ckplan.graph.graph import Graph
 from ckplan.graph.records import OUTSIDE_CALLS, Call, Encoding, EngineCosts
@@ -520,6 +521,16 @@ def test_the_frontier_gets_dearer_as_it_gets_smaller() -> None:
         assert timeline.overhead == point.overhead
         assert point.bound_overhead <= point.overhead + 1e-9
         assert solve(graph, point.peak_bytes).timeline.overhead == point.overhead
+
+
+def test_a_step_is_read_from_its_file_and_is_no_plan(tmp_path: Path) -> None:
+    graph, path = graphs.chain(2), tmp_path / "t.json.gz"
+    ckplan.save_graph(graph, path)
+    assert ckplan.frontier(path) == ckplan.frontier(graph)
+    with pytest.raises(GraphError, match="cannot solve a dict"):
+        ckplan.frontier({})
+    with pytest.raises(PlanError, match="cannot save a Graph as a plan"):
+        ckplan.save_plan(graph, tmp_path / "plan.yaml")
 
 
 def test_the_frontier_of_a_step_that_no_plan_helps_is_that_step() -> None:
