@@ -29,6 +29,7 @@ _NO_GPU = re.compile(
 )
 _NESTED = re.compile("NestedTensorImpl|NestedIntNode|nested_tensor")
 _NESTED_TENSORS = "nested tensors, whose bytes cannot be recorded"
+_FLEX = "FlexAttention, one compiled kernel (scaled_dot_product_attention is traced)"
 _TRANSFORMS = "torch.func.grad or a similar transform, which forbids saved-tensor hooks"
 _PHASES = {"forward": "forward", "backward": "backward", "update": "the optimizer"}
 """Methods of a ``TrainingStep`` -> their names in messages."""
@@ -49,7 +50,10 @@ def untraceable_feature(error: BaseException) -> str | None:
     if "torch.func" in str(error) and "saved tensor hooks" in str(error):
         return _TRANSFORMS
     frames = traceback.extract_tb(error.__traceback__)
-    inside = any("/torch/nested/" in Path(f.filename).as_posix() for f in frames)
+    files = [Path(frame.filename).as_posix() for frame in frames]
+    if any(file.endswith("/flex_attention.py") for file in files):
+        return _FLEX
+    inside = any("/torch/nested/" in file for file in files)
     return _NESTED_TENSORS if inside or _NESTED.search(str(error)) else None
 
 

@@ -792,12 +792,28 @@ class Transformed(nn.Linear):
         return grads
 
 
+class Flex(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        from torch.nn.attention.flex_attention import flex_attention
+
+        heads = super().forward(x).view(1, 1, 4, 4)
+        found = flex_attention(heads, heads, heads)
+        assert isinstance(found, torch.Tensor)
+        return found
+
+
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize(
     ("kind", "used"),
-    [(Jagged, "nested tensors"), (Nested, "nested"), (Transformed, "torch.func.grad")],
+    [
+        (Jagged, "nested tensors"),
+        (Nested, "nested"),
+        (Transformed, "torch.func.grad"),
+        (Flex, "FlexAttention"),
+    ],
 )
 def test_what_cannot_be_watched_is_called_by_its_name(
     kind: type[nn.Linear], used: str, device: str
