@@ -25,6 +25,7 @@ from torch.nn.parameter import is_lazy
 from ckplan.errors import WorkloadError
 from ckplan.graph.records import BEFORE_STEP, OUTSIDE_CALLS
 from ckplan.tracing.faking.backward_pass import leaf_of, reachable_nodes
+from ckplan.tracing.recording.function_counts import FunctionCounts
 from ckplan.tracing.recording.recorder import StepRecorder
 from ckplan.tracing.recording.recording import (
     STILL_ALIVE,
@@ -105,8 +106,12 @@ class LoopWatch:
         self._scopes.enter_context(
             mock.patch.object(Variable, "_execution_engine", engine)
         )
-        hook = model.register_forward_pre_hook(self._given, with_kwargs=True)
-        self._scopes.callback(hook.remove)
+        self._functions = FunctionCounts(self._recorder)
+        for hook in (
+            model.register_forward_pre_hook(self._given, with_kwargs=True),
+            model.register_forward_hook(self._returned, always_call=True),
+        ):
+            self._scopes.callback(hook.remove)
         self._scopes.enter_context(self._recorder.watching())
         _watching.append(self)
         self._scopes.callback(_watching.remove, self)
@@ -146,6 +151,7 @@ class LoopWatch:
     ) -> None:
         """Hook of the model: what it is given is the batch."""
         del module
+        self._functions.__enter__()  # in the loop, other modes may come and go
         if not torch.is_grad_enabled():
             return
         shapes = batch_shapes(args, kwargs)
@@ -161,6 +167,11 @@ class LoopWatch:
             maker = found.maker
             if maker == BEFORE_STEP or recording.ops[maker].call == OUTSIDE_CALLS:
                 found.kind = "input"
+
+    def _returned(self, module: nn.Module, args: object, output: object) -> None:
+        """Hook of the model, whose forward has ended."""
+        del module, args, output
+        self._functions.__exit__(None, None, None)
 
     def _backward_runs(
         self, outputs: Sequence[Any], create_graph: bool, run: Callable[[], Any]

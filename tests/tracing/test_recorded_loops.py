@@ -179,6 +179,31 @@ def test_a_loop_takes_the_bytes_of_a_workload_of_the_same_step() -> None:
     assert {region.by for region in plans[0]} == {region.by for region in plans[1]}
 
 
+def test_functions_are_counted_in_a_loop_as_in_a_profile() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.GRU(8, 8, dropout=0.1, num_layers=2))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    modes = torch.overrides._get_current_function_mode_stack()
+    with ckplan.record(model, optimizer) as recorder:
+        for _ in range(3):
+            with torch.device("cpu"):  # a mode that comes and goes within a step
+                x = torch.ones(4, 2, 8)
+                model(x)[0].sum().backward()
+                optimizer.step()
+            optimizer.zero_grad()
+    assert torch.overrides._get_current_function_mode_stack() == modes
+    graph = ckplan.profile(
+        model, torch.ones(4, 2, 8), loss=lambda out, _: out[0].sum(), in_step=False
+    )
+    counts = [
+        [call.functions for call in one.calls if call.fqn]
+        for one in (graph, recorder.graph)
+    ]
+    assert counts[0] == counts[1] and all(counts[0])
+    for one in (graph, recorder.graph):
+        inside = [op.is_inside for op in one.ops[: one.num_forward]]
+        assert sum(inside) > len(inside) // 2
+
+
 @pytest.mark.parametrize("way", ["sum", "two", "retained", "unused"])
 def test_what_autograd_holds_for_longer_is_noted(way: str) -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Sigmoid())
