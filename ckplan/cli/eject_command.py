@@ -53,7 +53,6 @@ def eject(
     from ckplan import files
     from ckplan.graph import file as trace_file
     from ckplan.plan import file as plan_file
-    from ckplan.plan.plan import plan_fingerprint
     from ckplan.sources.source import parse_source
 
     target, plan = inputs.target_and_plan(target_and_plan)
@@ -62,15 +61,7 @@ def eject(
     if target is not None and is_trace and parse_source(target) is None:
         graph = trace_file.load(Path(target))
     else:
-        spec, training, seed = step.completed(target, source, 0, loaded)
-        usual = inputs.trace_of_plan(spec, training, seed, loaded)
-        known = inputs.find_trace(None, usual)
-        if known is not None and plan_fingerprint(known.fingerprint) == (
-            loaded.fingerprint
-        ):  # the plan was made from these seconds
-            graph = known
-        else:
-            graph = _profiled(spec, training, seed, loaded)
+        graph = _step_of(plan, loaded, target, step, source)
     text = (
         _plain_code(graph, loaded)
         if form is EjectFormat.TORCH
@@ -81,6 +72,29 @@ def eject(
     else:
         files.write_text(output, text, force=force)
         print_message(f"wrote {output}")
+
+
+def _step_of(
+    path: Path, plan: Plan, target: str | None, step: StepOptions, source: SourceOptions
+) -> Graph:
+    """The step that a plan was made for, of its trace if that is found."""
+    from ckplan.plan.plan import plan_fingerprint
+    from ckplan.training.remembered import script_of
+
+    script, workload = script_of(target, plan), None
+    if script is None:
+        workload = step.completed(target, source, 0, plan)
+        usual = inputs.trace_of_plan(*workload, plan)
+    else:
+        usual = inputs.trace_of_script(script.path, script.arguments)
+    known = inputs.find_trace(None, usual)
+    if known is None or plan_fingerprint(known.fingerprint) != plan.fingerprint:
+        is_own = script is not None or target is None
+        as_planned = is_own and step.is_default and not step.of_workload
+        known = inputs.trace_beside(path, plan) if as_planned else None
+    if known is not None:
+        return known  # the plan was made from these seconds
+    return _profiled(*(workload or step.completed(target, source, 0, plan)), plan)
 
 
 def _profiled(spec: WorkloadSpec, training: Training, seed: int, plan: Plan) -> Graph:

@@ -99,7 +99,10 @@ def test_a_script_is_recorded_and_ends_after_its_second_step(
     workload = plan_file.load(Path("plan.yaml")).workload
     assert workload["script"] == [script, "plain", "4"]
     assert f"{script} plain 4" in run("show", "plan.yaml").out
+    assert run("eject", "plan.yaml").code == 0  # of the trace beside it
+    Path("t.json.gz").rename("elsewhere")
     told = run("eject", "plan.yaml")
+    Path("elsewhere").rename("t.json.gz")
     assert told.code == 1
     lines = [line for line in told.err.splitlines() if line.strip()][-3:]
     assert f"this command does not run: {script} plain 4" in lines[0]
