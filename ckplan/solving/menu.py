@@ -90,11 +90,14 @@ class Menus:
         """Whether running a call again, with its buffers restored, may be better.
 
         A program recomputes no op whose inputs have been overwritten. If its ops vary,
-        each step records them, which a rerun does not need.
+        each step records them, which a rerun does not need; but it refuses a generator
+        that the forward makes, if that begins in another state.
         """
         hazards = self._graph.hazards_in(call)
-        overwrites = any(one.kind == "buffer" for one in hazards)
-        return overwrites or self._simulator.view(call).varies
+        if any(one.kind == "buffer" for one in hazards):
+            return True
+        view = self._simulator.view(call)
+        return view.varies and not view.draws[1]
 
     def choices(self, unit: Unit) -> list[Region]:
         """Regions on a unit for local search: every set if there are few."""

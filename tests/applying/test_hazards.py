@@ -7,6 +7,7 @@ for each, and sees that the training step is then wrong, or an error.
 from __future__ import annotations
 
 import copy
+import itertools
 import random
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -428,6 +429,47 @@ class Drawing(nn.Module):
             draws = torch.rand(x.shape, generator=self.generator)
             x = torch.tanh(x * draws)
         return torch.sigmoid(self.fc(x))
+
+
+class MakesGenerators(nn.Module):
+    """Draws from a generator that each forward makes, or takes from a few."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.fc, self.how, self.count = nn.Linear(8, 8), how, itertools.count()
+        self.alike = [torch.Generator().manual_seed(5) for _ in "ab"]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(7)
+        if self.how == "counted":
+            generator.manual_seed(next(self.count))
+        if self.how == "alike":
+            generator = self.alike[next(self.count) % 2]
+        return torch.tanh(self.fc(x) * torch.rand(8, generator=generator))
+
+
+@pytest.mark.parametrize("how", ["made", "counted", "alike"])
+def test_a_generator_that_a_forward_makes_begins_as_the_first_one_did(how: str) -> None:
+    seeded(0)
+    plain = Outer(MakesGenerators(how))
+    planned = Outer(MakesGenerators(how))
+    planned.load_state_dict(plain.state_dict())
+    ckplan.apply(planned, plan("rerun"))
+    x = torch.randn(4, 8)
+    plain(x).sum().backward()
+    states = [one.get_state() for one in planned.block.alike]
+    out = planned(x).sum()
+    drawn = [one.get_state() for one in planned.block.alike]
+    if how == "counted":
+        with pytest.raises(ApplyError, match="another random generator"):
+            out.backward()
+        return
+    out.backward()
+    pairs = zip(plain.parameters(), planned.parameters(), strict=True)
+    assert all(torch.equal(one.grad, other.grad) for one, other in pairs)
+    assert torch.equal(drawn[0], states[0]) == (how == "made")
+    now = [one.get_state() for one in planned.block.alike]
+    assert all(map(torch.equal, now, drawn))  # a rerun leaves no trace in others
 
 
 @BOTH

@@ -147,6 +147,10 @@ class Rerun:
         finally:
             calls.close()
             now.restore()
+            known = [one for one, _ in first.generators]
+            for generator, state in calls.generators:
+                if all(one is not generator for one in known):
+                    generator.set_state(state)
         different = calls.different
         if not refill.is_complete:
             different = different or "it saves other tensors"
