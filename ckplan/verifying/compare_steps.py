@@ -17,11 +17,7 @@ from ckplan.errors import CkplanError
 from ckplan.verifying.closeness import is_within, stated_difference
 from ckplan.verifying.phases import TimedStep
 from ckplan.verifying.step_process import StepProcess, take_turns
-from ckplan.verifying.worker import (
-    FirstSteps,
-    OutOfMemoryError,
-    Result,
-)
+from ckplan.verifying.worker import FirstSteps, OutOfMemoryError, Result
 
 if TYPE_CHECKING:
     from ckplan.plan.plan import Plan
