@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from ckplan.errors import WorkloadError
 from ckplan.graph.records import OUTSIDE_CALLS
 from ckplan.tracing.recording.recorder import StepRecorder
 
@@ -52,7 +54,9 @@ def count_function(recorder: StepRecorder, first: int, returned: object) -> None
     if number != OUTSIDE_CALLS:
         call = recorder.recording.calls[number]
         call.functions = (call.functions or 0) + 1
-    if len(ops) > 1:
+    if len(ops) < 2:
+        return
+    with suppress(WorkloadError):  # a tensor without bytes of its own, as within vmap
         told = recorder.storages.known(pytree.tree_leaves(returned))
         for op in ops:
             op.is_inside = told.isdisjoint((*op.outputs, *op.writes))
