@@ -37,6 +37,7 @@ from ckplan.tracing.recording.trimming import Kept, Trimmed, largest_moment, tri
 from ckplan.tracing.watched_step import know_before
 from ckplan.training.collector import apart_from_garbage, instances_of
 from ckplan.training.fingerprint import batch_shapes, count_elements
+from ckplan.training.loaders import waiting_tensors
 from ckplan.training.optimizers import step_counts
 from ckplan.training.workload import tensors_of
 
@@ -247,7 +248,8 @@ def _alive_before() -> Iterator[tuple[str, torch.Tensor]]:
 def alive_tensors() -> list[torch.Tensor]:
     """The tensors with bytes that Python holds; gradients may be held by autograd."""
     found: list[torch.Tensor] = instances_of(*_kinds_of_tensors(torch.Tensor))
-    return [one for one in found if _has_bytes(one)]
+    waiting = {id(one) for one in waiting_tensors()}
+    return [one for one in found if id(one) not in waiting and _has_bytes(one)]
 
 
 def _gradients_of(

@@ -20,8 +20,14 @@ from ckplan.training.allocator import (
     gpu_allocator_stats,
     log_allocations,
 )
+from ckplan.training.loaders import waiting_tensors
 from ckplan.verifying.worker import BEGIN, END, MARK, mark, measured_curve
-from ckplan.verifying.worker_state import WeakStorages, bytes_held_on_gpu, storages_of
+from ckplan.verifying.worker_state import (
+    WeakStorages,
+    bytes_held_on_gpu,
+    live_bytes_of,
+    storages_of,
+)
 
 _FREED = "freed "  # mark of a storage that is older than the log
 
@@ -38,7 +44,8 @@ class LoopMemory:
     """Measures a step from one update to the next.
 
     The allocator's log tells of what is made while it runs. It begins before the first
-    forward; what is older is known from Python, which tells when it is freed.
+    forward; what is older is known from Python, which tells when it is freed. Of memory
+    that processes share, the log tells whenever it is mapped, and when no longer.
     """
 
     def __init__(
@@ -56,31 +63,23 @@ class LoopMemory:
         self._log: AllocatorLog = scope.enter_context(log_allocations(MARK, device))
         found = alive_tensors()
         grads = [one.grad for one in found if one.is_leaf and one.grad is not None]
-        self._known: WeakStorages = storages_of([*found, *grads])
-        self._addresses: set[int] = set()
-        self._shared: dict[int, int] = {}  # address -> bytes
+        self._known, shared = _by_sharing([*found, *grads, *waiting_tensors()])
+        self._shared_bytes = live_bytes_of(shared)
+        self._waiting: set[int] = set()  # addresses of what waits as the step begins
         self._held_bytes: int | None = None  # on a GPU
 
     def begin(self) -> None:
         """The step begins."""
         gc.collect()
-        self._shared = {}
+        self._waiting = {one.data_ptr() for one in _waiting_storages()}
         self._held_bytes = bytes_held_on_gpu(self._device)
         alive = [(one, size) for known, size in self._known if (one := known())]
-        self._addresses = {one.data_ptr() for one, _ in alive}
         self._known = [
             (weakref.ref(one, partial(_freed, number)), size)
             for number, (one, size) in enumerate(alive)
         ]
         del alive
         mark(BEGIN)
-
-    def given(self, batch: Iterable[torch.Tensor]) -> None:
-        """The model is given tensors, some of which workers of a loader share."""
-        for one in batch:
-            if one.device.type == "cpu" and one.is_shared():
-                storage = one.untyped_storage()
-                self._shared[storage.data_ptr()] = storage.nbytes()
 
     def end(self) -> Memory:
         """The step has ended."""
@@ -93,6 +92,7 @@ class LoopMemory:
             gpu = gpu_allocator_stats(self._device)
         if held_bytes is None:
             held_bytes = before.held_bytes + self._older_bytes(log, begin)
+            held_bytes -= self._leave_out_waiting(log)
         held_bytes -= self._beside_bytes
         peak_bytes = held_bytes + log.peak_bytes
         if gpu is not None:
@@ -106,8 +106,38 @@ class LoopMemory:
             if freed and freed[0] >= begin:
                 log.events.append((freed[0], -size))
         log.events.sort()
-        shared = (n for at, n in self._shared.items() if at not in self._addresses)
-        return sum(size for _, size in self._known) + sum(shared)
+        return sum(size for _, size in self._known) + self._shared_bytes
+
+    def _leave_out_waiting(self, log: AllocatorLog) -> int:
+        """Bytes that waited all along; what began to wait is taken from the log."""
+        waited_bytes = 0
+        for one in _waiting_storages():
+            size = one.nbytes()
+            if one.data_ptr() in self._waiting:
+                waited_bytes += size
+                continue
+            came = (event for event in log.events if event[1] == size)
+            if event := next(came, None):
+                log.events.remove(event)
+        return waited_bytes
+
+
+def _by_sharing(
+    tensors: Iterable[torch.Tensor],
+) -> tuple[WeakStorages, WeakStorages]:
+    """Storages of this process alone, and those that processes of the CPU share."""
+    own: list[torch.Tensor] = []
+    shared: list[torch.Tensor] = []
+    for one in tensors:
+        is_shared = one.device.type == "cpu" and one.is_shared()
+        (shared if is_shared else own).append(one)
+    return storages_of(own), storages_of(shared)
+
+
+def _waiting_storages() -> list[torch.UntypedStorage]:
+    """The storages of batches that wait in shared memory."""
+    _, shared = _by_sharing(waiting_tensors())
+    return [one for known, _ in shared if (one := known())]
 
 
 def _freed(number: int, known: weakref.ref[torch.UntypedStorage]) -> None:

@@ -34,7 +34,6 @@ from ckplan.training.fingerprint import batch_shapes, parameter_shapes, torch_ve
 from ckplan.training.randomness import seed_everything
 from ckplan.training.remembered import ScriptSpec
 from ckplan.training.warm_up import warm_up_vector_kernels
-from ckplan.training.workload import tensors_of
 from ckplan.verifying.loop_memory import LoopMemory, Memory
 from ckplan.verifying.phases import TimedStep
 from ckplan.verifying.worker import (
@@ -174,8 +173,6 @@ class ScriptWorker:
         shapes = batch_shapes(args, kwargs)
         if elements(shapes) > elements(self._batch):
             self._batch = shapes
-        if self._memory is not None:
-            self._memory.given(tensors_of([args, kwargs]))
 
     def _backward_runs(
         self, outputs: Sequence[Any], create_graph: bool, run: Callable[[], Any]
