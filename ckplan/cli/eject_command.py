@@ -78,7 +78,6 @@ def _step_of(
     path: Path, plan: Plan, target: str | None, step: StepOptions, source: SourceOptions
 ) -> Graph:
     """The step that a plan was made for, of its trace if that is found."""
-    from ckplan.plan.plan import plan_fingerprint
     from ckplan.training.remembered import script_of
 
     script, workload = script_of(target, plan), None
@@ -87,11 +86,9 @@ def _step_of(
         usual = inputs.trace_of_plan(*workload, plan)
     else:
         usual = inputs.trace_of_script(script.path, script.arguments)
-    known = inputs.find_trace(None, usual)
-    if known is None or plan_fingerprint(known.fingerprint) != plan.fingerprint:
-        is_own = script is not None or target is None
-        as_planned = is_own and step.is_default and not step.of_workload
-        known = inputs.trace_beside(path, plan) if as_planned else None
+    is_own = script is not None or target is None
+    as_planned = is_own and step.is_default and not step.of_workload
+    known = inputs.trace_for_plan(plan, usual, path if as_planned else None)
     if known is not None:
         return known  # the plan was made from these seconds
     return _profiled(*(workload or step.completed(target, source, 0, plan)), plan)

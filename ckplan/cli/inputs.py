@@ -165,16 +165,22 @@ def find_mean(graph: Graph, path: Path, sharding: Sharding | None) -> Graph | No
     return found if found.options == graph.options else None
 
 
-def find_trace(path: Path | None, usual: Path) -> Graph | None:
-    """Load the named trace, or the workload's default one if it is readable."""
-    from ckplan.graph import file as trace_file
+def trace_for_plan(plan: Plan, usual: Path, path: Path | None) -> Graph | None:
+    """The trace that a plan was made of: the workload's default one, or beside it.
 
-    if path is not None:
-        return trace_file.load(path)
-    try:
-        return trace_file.load(usual) if usual.is_file() else None
-    except CkplanError:
-        return None  # verify works without a trace
+    Args:
+        plan: The plan.
+        usual: Where the trace of the workload is by default.
+        path: The plan's file, if traces of its folder may be meant.
+    """
+    from ckplan.graph import file as trace_file
+    from ckplan.plan.plan import plan_fingerprint
+
+    with suppress(CkplanError):  # also without a trace, a plan can be used
+        found = trace_file.load(usual) if usual.is_file() else None
+        if found and plan_fingerprint(found.fingerprint) == plan.fingerprint:
+            return found
+    return None if path is None else trace_beside(path, plan)
 
 
 def trace_beside(path: Path, plan: Plan) -> Graph | None:

@@ -7,7 +7,7 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ckplan.cli.inputs import find_trace, trace_beside, trace_of_plan
+from ckplan.cli.inputs import trace_for_plan, trace_of_plan
 from ckplan.cli.terminal import print_message
 
 if TYPE_CHECKING:
@@ -75,15 +75,15 @@ def plan_and_trace(
 
     A budget takes a trace: that of the path, or a new one.
     """
+    from ckplan.graph import file as trace_file
     from ckplan.plan.plan import Plan
 
     spec, training, seed = workload
     if isinstance(wanted, Plan):
-        found = find_trace(path, trace_of_plan(spec, training, seed, wanted))
-        if found is None and chosen is not None:
-            found = trace_beside(chosen, wanted)
-        return wanted, found
-    from ckplan.graph import file as trace_file
+        if path is not None:
+            return wanted, trace_file.load(path)
+        usual = trace_of_plan(spec, training, seed, wanted)
+        return wanted, trace_for_plan(wanted, usual, chosen)
     from ckplan.report.progress import ProgressLine
     from ckplan.solving.solve import solve_plan
     from ckplan.tracing.profile import profile_workload

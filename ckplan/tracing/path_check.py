@@ -17,17 +17,16 @@ from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import torch
-from torch.overrides import TorchFunctionMode, resolve_name
-from torch.utils import _pytree as pytree
+from torch.overrides import resolve_name
 
 from ckplan.graph.records import OUTSIDE_CALLS
 from ckplan.tracing.faking.hollow import hollow_tensors
-from ckplan.tracing.recording.function_counts import count_function, is_attribute
+from ckplan.tracing.recording.function_counts import FunctionCounts
 from ckplan.tracing.recording.recorder import StepRecorder
 from ckplan.tracing.recording.recording import Recording, TensorMeta
 from ckplan.training.failures import first_line
 from ckplan.training.step import Training, TrainingStep, make_step
-from ckplan.training.workload import Workload, on_device
+from ckplan.training.workload import Workload, on_device, tensors_of
 
 MOST_FLOPS, MOST_BYTES = 10**10, 1 << 28
 """A forward with at most as many FLOPs and bytes runs on real tensors."""
@@ -63,34 +62,18 @@ class PathCheck(NamedTuple):
     is_hollow: bool = False  # whether plain tensors had no content
 
 
-class FunctionLog(TorchFunctionMode):
+class FunctionLog(FunctionCounts):
     """Functions of torch that make tensors in a forward, whatever the device."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(None)
         self._made: list[tuple[int, str, tuple[tuple[int, ...], ...]]] = []
-        self._recorder: StepRecorder | None = None
 
-    def __torch_function__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        recorder = self._recorder
-        first = len(recorder.recording.ops) if recorder else 0
-        out = func(*args, **(kwargs or {}))
-        name = getattr(func, "__name__", "")
-        if recorder is not None and not is_attribute(func):
-            count_function(recorder, first, out)
-            leaves = pytree.tree_leaves(out)
-            made = [x for x in leaves if isinstance(x, torch.Tensor)]
-            if made:
-                shapes = tuple(tuple(x.shape) for x in made)
-                place = recorder.current_call
-                self._made.append((place, resolve_name(func) or name, shapes))
-        return out
+    def _called(self, function: Any, returned: object, call: int) -> None:
+        shapes = tuple(tuple(one.shape) for one in tensors_of(returned))
+        if shapes:
+            name = resolve_name(function) or getattr(function, "__name__", "")
+            self._made.append((call, name, shapes))
 
     @contextmanager
     def following(self, recorder: StepRecorder) -> Iterator[None]:

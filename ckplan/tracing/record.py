@@ -37,7 +37,7 @@ from ckplan.tracing.recording.trimming import Trimmed
 from ckplan.tracing.target import find_target
 from ckplan.tracing.watched_loop import LoopWatch, elements
 from ckplan.tracing.watched_step import TracedStep, several_forwards
-from ckplan.training.fingerprint import parameter_shapes, torch_version
+from ckplan.training.fingerprint import loop_fingerprint
 from ckplan.training.step import DEFAULT_TRAINING
 from ckplan.training.workload import check_not_lazy
 from ckplan.units import format_bytes
@@ -185,13 +185,8 @@ class LoopRecorder:
     def _as_graph(self, kept: _Kept) -> Graph:
         model, found = self._model, kept.step.recording
         target = find_target(_device_of(model), None)
-        fingerprint: dict[str, Any] = {
-            "torch": torch_version(),
-            "device": target.device.type,
-            "batch": kept.batch,
-            "parameters": parameter_shapes(model),
-            **several_forwards(found),
-        }
+        fingerprint = loop_fingerprint(model, target.device, kept.batch)
+        fingerprint |= several_forwards(found)
         traced = TracedStep(found, type(model).__name__, fingerprint, _notes(kept))
         with left_as_it_is(target):
             cache = cost_cache(target.placed, fresh=self._fresh)

@@ -22,12 +22,19 @@ def fingerprint(workload: Workload, device: torch.device) -> dict[str, Any]:
         shapes = batch_shapes(batch if isinstance(batch, (tuple, list)) else (batch,))
     if workload.step is not None:  # its batch is not the arguments of the model
         shapes = {f"step.{name}": shape for name, shape in shapes.items()}
+    found = loop_fingerprint(workload.model, device, shapes)
+    return found | ({"source": workload.source} if workload.source else {})
+
+
+def loop_fingerprint(
+    model: nn.Module, device: torch.device, batch: Mapping[str, str]
+) -> dict[str, Any]:
+    """Identify a step of somebody's loop, whose batch has these shapes."""
     return {
         "torch": torch_version(),
         "device": device.type,
-        **({"source": workload.source} if workload.source else {}),
-        "batch": shapes,
-        "parameters": parameter_shapes(workload.model),
+        "batch": batch,
+        "parameters": parameter_shapes(model),
     }
 
 

@@ -30,7 +30,11 @@ from ckplan.simulating.curve import PHASES
 from ckplan.tracing.loop_errors import check_script
 from ckplan.tracing.running_script import OpByOp, ScriptEnd, run_script
 from ckplan.tracing.watched_loop import WatchedEngine, elements
-from ckplan.training.fingerprint import batch_shapes, parameter_shapes, torch_version
+from ckplan.training.fingerprint import (
+    batch_shapes,
+    loop_fingerprint,
+    parameter_shapes,
+)
 from ckplan.training.randomness import seed_everything
 from ckplan.training.remembered import ScriptSpec
 from ckplan.training.warm_up import warm_up_vector_kernels
@@ -240,12 +244,7 @@ class ScriptWorker:
         """The results of both steps, and the memory of the second one."""
         state = Result(2, "random state")
         self._digests[state] = random_state_digest(self._device)
-        fingerprint = {
-            "torch": torch_version(),
-            "device": self._device.type,
-            "batch": self._batch,
-            "parameters": parameter_shapes(model),
-        }
+        fingerprint = loop_fingerprint(model, self._device, self._batch)
         if "forwards" in self._spec.fingerprint:  # of accumulated ones, one counts
             fingerprint["forwards"] = self._spec.fingerprint["forwards"]
         regions, spilled_bytes, host_bytes = status_of(self._job.plan, model)

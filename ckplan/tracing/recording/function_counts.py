@@ -16,9 +16,9 @@ _ATTRIBUTES = ("__get__", "__set__")
 
 
 class FunctionCounts(TorchFunctionMode):
-    """Counts functions that are called while it is active."""
+    """Counts functions that are called while it is active and follows a recorder."""
 
-    def __init__(self, recorder: StepRecorder) -> None:
+    def __init__(self, recorder: StepRecorder | None) -> None:
         super().__init__()
         self._recorder = recorder
 
@@ -29,20 +29,20 @@ class FunctionCounts(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if is_attribute(func):
+        recorder = self._recorder
+        if recorder is None or getattr(func, "__name__", "") in _ATTRIBUTES:
             return func(*args, **(kwargs or {}))
-        first = len(self._recorder.recording.ops)
+        first = len(recorder.recording.ops)
         out = func(*args, **(kwargs or {}))
-        count_function(self._recorder, first, out)
+        _count(recorder, first, out)
+        self._called(func, out, recorder.current_call)
         return out
 
-
-def is_attribute(function: object) -> bool:
-    """Whether a function reads or writes an attribute of a tensor."""
-    return getattr(function, "__name__", "") in _ATTRIBUTES
+    def _called(self, function: Any, returned: object, call: int) -> None:
+        """A function has returned to a call of a module."""
 
 
-def count_function(recorder: StepRecorder, first: int, returned: object) -> None:
+def _count(recorder: StepRecorder, first: int, returned: object) -> None:
     """Count a function that the innermost running call makes itself.
 
     Args:
