@@ -230,13 +230,15 @@ def _link(
     graph: Graph, rate: str | float | Link | None, offload: str | None, gpu: str | None
 ) -> Link | None:
     """The way of copies that ``solve_plan`` is asked for."""
-    if isinstance(rate, Link) and offload is None:
-        return replace(rate, both_ways=is_on_gpu(graph))
     known = rate.bytes_per_second if isinstance(rate, Link) else rate
     found = None if known is None else parse_rate(known)
-    if offload not in (None, "host") and found is not None and is_on_gpu(graph):
+    if found is not None and offload not in (None, "host"):
         disk = rate if isinstance(rate, Link) else Link(found)
-        return behind_host(graph, disk, gpu)
+        if is_on_gpu(graph):
+            return behind_host(graph, disk, gpu)
+        offload = None  # the file is the one way of the CPU
+    if isinstance(rate, Link) and offload is None:
+        return replace(rate, both_ways=is_on_gpu(graph))
     if offload is not None:
         found = host_rate(graph, offload, gpu, found)
     return None if found is None else Link.of(graph, found)

@@ -611,3 +611,25 @@ def test_tensors_without_plain_memory_stay_with_a_notice(
     for one, other in zip(plain.parameters(), planned.parameters(), strict=True):
         assert one.grad is not None and other.grad is not None
         assert torch.equal(one.grad, other.grad)
+
+
+def test_of_a_view_that_a_call_returns_the_whole_moves(tmp_path: Path) -> None:
+    class Block(nn.Sequential):
+        def __init__(self) -> None:
+            super().__init__(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8))
+
+    torch.manual_seed(0)
+    batch, plain = torch.randn(2, 5, 8), nn.Sequential(Block(), Block())
+    moving = copy.deepcopy(plain)
+    moved = tuple(map(OpName.parse, ("0/addmm", "1/gelu")))
+    plan = Plan(regions=(PlannedRegion("[0..1]", offload=moved),))
+    ckplan.apply(moving, plan, spill=tmp_path)
+    for _ in range(3):
+        for model in (plain, moving):
+            model.zero_grad()
+            model(batch).square().mean().backward()
+        pairs = zip(plain.parameters(), moving.parameters(), strict=True)
+        assert all(torch.equal(one.grad, other.grad) for one, other in pairs)
+    status = ckplan.status(moving)
+    assert [one.recorded for one in status.regions] == [1, 1]
+    assert status.spilled_bytes

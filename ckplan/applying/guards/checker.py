@@ -279,6 +279,8 @@ class GuardChecker(ExpectedCalls[CallGuard]):
         if capture.form is None:
             self._held[capture.value] = retain(tensor)
             return
+        if capture.view is not None:
+            tensor = tensor.detach().as_strided(*capture.view, 0)
         small = self._mover.encode(capture.form, tensor)
         assert small is not None, "the template's tensor was dense"
         self._encoded[capture.value] = small

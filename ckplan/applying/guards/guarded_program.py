@@ -19,12 +19,20 @@ from ckplan.applying.tensors.sharing import Shared, exactly
 from ckplan.simulating.program import Flow, NestedRegion
 
 
+class View(NamedTuple):
+    """Of the whole of a storage."""
+
+    size: Sequence[int]
+    stride: Sequence[int]
+
+
 class Capture(NamedTuple):
     """A tensor that the region keeps when a call returned it or autograd saved it."""
 
     place: int  # number of the tensor among those returned, or of the saved tensor
     value: int
     form: str | None  # its encoding; None to retain it as it is
+    view: View | None = None  # what is encoded, if not the tensor as it is
 
 
 class TensorGuard(NamedTuple):

@@ -281,12 +281,13 @@ def _captures(
         shape = seen.encoded[value] if form else None
         place = places.in_call(same, shape)
         if place is not None:
-            of_calls[place[0]].append(Capture(place[1], value, form))
+            number, returned, view = place
+            of_calls[number].append(Capture(returned, value, form, view))
             continue
         packed = places.in_packed(same, shape)
-        if packed is None or packed in of_packed:
+        if packed is None or packed[0] in of_packed:
             return None
-        of_packed[packed] = Capture(packed, value, form)
+        of_packed[packed[0]] = Capture(packed[0], value, form, packed[1])
     return of_calls, of_packed
 
 

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from ckplan.applying.guards.guarded_program import View
 from ckplan.applying.moving.mover import Form
 from ckplan.applying.recording.recorder import Recorder
 from ckplan.applying.tensors.geometry import Geometry
@@ -32,22 +33,33 @@ class Sightings:
             packed[saved.value].append((place, saved.ref))
         return cls(returned, packed)
 
-    def in_call(self, value: int, small: Form | None) -> tuple[int, int] | None:
-        """The call that returns it, in the geometry to encode if there is one."""
+    def in_call(
+        self, value: int, small: Form | None
+    ) -> tuple[int, int, View | None] | None:
+        """The call that returns it, the place, and the view to encode if any is."""
         for number, place, geometry in self.returned.get(value, ()):
-            if small is None or _fits(small, geometry):
-                return number, place
+            if small is None or geometry.dtype == small.dtype:
+                return number, place, _view(small, geometry)
         return None
 
-    def in_packed(self, value: int, small: Form | None) -> int | None:
-        """The number of the saved tensor that it is."""
-        for place, ref in self.packed.get(value, ()):
-            if small is None or (ref is not None and _fits(small, ref.place)):
-                return place
+    def in_packed(
+        self, value: int, small: Form | None
+    ) -> tuple[int, View | None] | None:
+        """The number of the saved tensor that it is, and the view to encode if any."""
+        for number, ref in self.packed.get(value, ()):
+            if small is None:
+                return number, None
+            place = ref and ref.place
+            if place is None or place.is_conj or place.is_neg:
+                continue
+            if place.dtype == small.dtype:
+                return number, _view(small, place)
         return None
 
 
-def _fits(small: Form, tensor: Geometry | Place) -> bool:
-    """Whether a tensor has the geometry of the encoded one."""
+def _view(small: Form | None, tensor: Geometry | Place) -> View | None:
+    """The view that was encoded, if the tensor is another one of the same bytes."""
+    if small is None:
+        return None
     same = tensor.size == small.size and tensor.stride == small.stride
-    return same and tensor.dtype == small.dtype and tensor.offset == 0
+    return None if same and tensor.offset == 0 else View(small.size, small.stride)
