@@ -55,15 +55,20 @@ class TimedStep(NamedTuple):
     cpu_seconds: float = 0.0  # of the process, all threads together
 
 
-def predicted_seconds(timeline: Timeline) -> PhaseSeconds:
+def predicted_seconds(timeline: Timeline, unplanned: Graph) -> PhaseSeconds:
     """Seconds of a simulated step.
 
-    Forward and backward are those of the unplanned step. Recomputation and engine are
-    the parts of ``timeline.recompute_seconds`` that no other queue hides.
+    Forward and backward are those of the unplanned step. Recomputation, with what tiles
+    and moves add, and engine are the parts of ``timeline.recompute_seconds`` that no
+    other queue hides.
+
+    Args:
+        timeline: The step with a plan, or without.
+        unplanned: The step without.
     """
-    graph, added = timeline.graph, timeline.recompute_seconds
-    engine = min(added, timeline.engine_overhead * graph.step_seconds)
-    forward, backward, optimizer = _unplanned_phases(graph)
+    added = timeline.recompute_seconds
+    engine = min(added, timeline.engine_overhead * timeline.unplanned_seconds)
+    forward, backward, optimizer = _unplanned_phases(unplanned)
     return PhaseSeconds(forward, backward, optimizer, added - engine, engine)
 
 

@@ -77,8 +77,8 @@ def predict(
         curves,
         () if trace.costs == MEASURED else (of_other,),
         reserved_on_card(planned),
-        predicted_seconds(unplanned),
-        predicted_seconds(planned),
+        predicted_seconds(unplanned, trace),
+        predicted_seconds(planned, trace),
     )
 
 

@@ -178,7 +178,7 @@ def test_a_planned_step_takes_what_events_one_by_one_give() -> None:
         without = events(works_of(timeline, regions, engine=False))
         share = (planned - without) / graph.step_seconds
         assert timeline.engine_overhead == pytest.approx(share, abs=1e-12)
-        phases = predicted_seconds(timeline)
+        phases = predicted_seconds(timeline, graph)
         assert phases.total_seconds == pytest.approx(planned)
         most = timeline.engine_seconds
         assert planned - without <= most + 1e-9

@@ -53,7 +53,8 @@ def planned(trace: Graph) -> Timeline:
 def verified(trace: Graph, overheads: Quartiles, **changes: Any) -> Verification:
     """A verification of the smallest plan, with a measured overhead."""
     timeline = planned(trace)
-    unplanned, step = predicted_seconds(simulate(trace)), predicted_seconds(timeline)
+    unplanned = predicted_seconds(simulate(trace), trace)
+    step = predicted_seconds(timeline, trace)
     return verification(
         phases=Breakdown(unplanned, step, unplanned, step),
         overhead=overheads.median,

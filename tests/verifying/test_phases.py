@@ -27,7 +27,7 @@ def test_predicted_phases_add_up_to_the_predicted_step(batches: int) -> None:
     graph = replace(once, options={"accumulate": batches})
     plan = ckplan.solve(graph, goal="min-memory")
     timeline = simulate(graph, resolve(plan, graph))
-    found = predicted_seconds(timeline)
+    found = predicted_seconds(timeline, graph)
     assert found.engine_seconds and found.recomputation_seconds
     engine_seconds = sum(effect.engine_seconds for effect in timeline.effects)
     assert found.engine_seconds == pytest.approx(batches * engine_seconds)
@@ -47,9 +47,23 @@ def test_predicted_phases_add_up_to_the_predicted_step(batches: int) -> None:
     assert both == pytest.approx(
         alone.bound["any_schedule"] * plan.predicted.overhead, rel=0.01
     )  # bound and plan grow alike
-    unplanned = predicted_seconds(simulate(graph))
+    unplanned = predicted_seconds(simulate(graph), graph)
     assert unplanned.forward_seconds == found.forward_seconds
     assert unplanned.engine_seconds == unplanned.recomputation_seconds == 0
+
+
+def test_seconds_of_tiles_count_once() -> None:
+    graph = graphs.chain(4)
+    slower = [replace(op, seconds=1.5 * op.seconds) for op in graph.ops]
+    tiled = simulate(replace(graph, ops=tuple(slower)))
+    more = tiled.graph.step_seconds - graph.step_seconds
+    found = predicted_seconds(replace(tiled, tile_seconds=more), graph)
+    assert (
+        found.forward_seconds
+        == predicted_seconds(simulate(graph), graph).forward_seconds
+    )
+    assert found.recomputation_seconds == pytest.approx(more)
+    assert found.total_seconds == pytest.approx(tiled.graph.step_seconds)
 
 
 def test_every_turn_of_a_phase_counts(monkeypatch: pytest.MonkeyPatch) -> None:
