@@ -35,8 +35,7 @@ def row_of(
     in_best = lever.is_in(best.way) and not lever.is_in(searches.way)
     other = on_top.get(lever)
     if in_best:
-        fields = {key: getattr(searches.way, key) for key, _ in lever.sets}
-        other = searches.best_of(replace(best.way, **fields))
+        other = searches.best_of(lever.left_out(best.way, searches.way))
     saved = first = None
     pays = pays_over(alone, without)
     if refused is None:

@@ -115,6 +115,10 @@ class Lever:
             return replace(way, options=tuple(dict(options).items()))
         return replace(way, **dict(self.sets))
 
+    def left_out(self, way: Way, given: Way) -> Way:
+        """The way without this lever: its fields are those that were given."""
+        return replace(way, **{key: getattr(given, key) for key, _ in self.sets})
+
     @property
     def kernel(self) -> str | None:
         """The optimizer kernel that it sets, one of ``KERNELS``; None of others."""

@@ -179,11 +179,7 @@ class Tuning:
             now = self.best_of(way)
             if way == self._way and now is not None:
                 self._begin_likely(now)
-            on_top = {
-                lever: self.best_of(lever.pulled(way))
-                for lever in self.levers
-                if conflict(pulled, lever) is None and not lever.is_in(way)
-            }
+            on_top = self._on_top(way, pulled)
             found = {one: s for one, s in on_top.items() if s is not None}
             best = max(
                 found, key=lambda one: found[one].samples_per_second, default=None
@@ -192,6 +188,14 @@ class Tuning:
                 return way, on_top
             way = best.pulled(way)
             pulled.append(best)
+
+    def _on_top(self, way: Way, pulled: Sequence[Lever]) -> dict[Lever, Setting | None]:
+        """Each lever that goes with those pulled -> the best setting with it, too."""
+        return {
+            lever: self.best_of(lever.pulled(way))
+            for lever in self.levers
+            if conflict(pulled, lever) is None and not lever.is_in(way)
+        }
 
     def _begin_likely(self, best: Setting) -> None:
         """Record beside the search where ways with other kernels are likely best, too.
@@ -213,15 +217,41 @@ class Tuning:
         if self.searches.recorded_batches == 1:
             self.searches.begin([(self._way, probe_rows(self._rows)[0], 2)])
         best = self._checked(way)
-        if best is None or not self._unlike:
-            return best, on_top
+        if best is None:
+            return None, on_top
+        if not self._unlike:
+            return self._or_with_fewer(best, on_top)
         found = self.search(best.way).batches_of(best.batch)
         where = [] if found.any_recorded.costs == MEASURED else found.corrected
         for search in self.searches.begun():
             for rows in dict.fromkeys((*where, best.batch)):
                 search.check(rows)
         way, on_top = self._climb()
-        return self._checked(way), on_top
+        best = self._checked(way)
+        return (None, on_top) if best is None else self._or_with_fewer(best, on_top)
+
+    def _or_with_fewer(
+        self, best: Setting, on_top: dict[Lever, Setting | None]
+    ) -> tuple[Setting, dict[Lever, Setting | None]]:
+        """The best setting, or one with fewer levers if that is recorded as faster.
+
+        A setting may be recorded as slower than it was drawn, and than others are.
+        """
+        given = self._way
+        new = [one for one in self.levers if not one.is_in(given)]
+        own = [one for one in new if one.is_in(best.way)]
+        ways = [given, *(one.pulled(given) for one in own)]
+        ways += [one.left_out(best.way, given) for one in own]
+        drawn = [self.best_of(way) for way in dict.fromkeys(ways) if way != best.way]
+        found = (one for one in drawn if one is not None)
+        other = max(found, key=lambda one: one.samples_per_second, default=None)
+        if other is None or other.samples_per_second <= best.samples_per_second:
+            return best, on_top
+        real = self._checked(other.way)
+        if real is None or real.samples_per_second <= best.samples_per_second:
+            return best, on_top
+        pulled = [one for one in own if one.is_in(real.way)]
+        return real, self._on_top(real.way, pulled)
 
     def _checked(self, way: Way) -> Setting | None:
         """The best setting of a way, at a batch that is recorded."""

@@ -155,6 +155,21 @@ def test_what_was_drawn_is_not_said_to_be_faster_than_what_was_recorded() -> Non
     assert all(rate <= found.best.samples_per_second for rate in rates)
 
 
+def test_a_lever_whose_step_is_slower_than_drawn_is_left_out_again() -> None:
+    def measured(way: Way, rows: int, accumulate: int) -> Graph:
+        graph, factor = step_at(rows, constant=CONSTANT), 1.0
+        if way.optimizer == "adamw:fused":
+            factor = 1.03 if rows > 8 else 0.99
+        ops = (replace(op, seconds=factor * op.seconds) for op in graph.ops)
+        return replace(graph, ops=tuple(ops))
+
+    found = Tuning(measured, MemoryLimit(5000), way=Way(), rows=4).run()
+    assert found.best.profiled
+    assert found.best.way == Way()
+    rows = [row.on_best_seconds_per_sample for row in found.levers if not row.in_best]
+    assert all(one is None or one >= found.best.seconds_per_sample for one in rows)
+
+
 def test_a_lever_that_changes_results_is_pulled_only_if_allowed() -> None:
     allowed = tuned(500, allow=["bf16"])
     assert allowed.best.way == Way(amp="bf16", optimizer="adamw:fused")
