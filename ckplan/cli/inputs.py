@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 TRACES = Path("traces")
 _MOST_BESIDE = 5  # traces in the folder of a plan
 _LONGEST_NAME = 120
-_PLAN_SUFFIXES = (".yaml", ".yml")
 _NOT_PLANS = (".py", ".json", ".gz")
 
 
@@ -263,9 +262,11 @@ def check_wish(
 
 
 def _is_plan(text: str) -> bool:
+    from ckplan.plan.plan import PLAN_SUFFIXES
+
     path = Path(text)
     other = path.suffix in _NOT_PLANS
-    return path.suffix in _PLAN_SUFFIXES or (path.is_file() and not other)
+    return path.suffix in PLAN_SUFFIXES or (path.is_file() and not other)
 
 
 def is_trace_file(source: str) -> bool:

@@ -27,6 +27,8 @@ ALLOWS_RECURRENT = "torch._dynamo.config.allow_rnn = True, where the model is bu
 _BREAKS = """in Python, ckplan.compile(model, budget, fullgraph=False), where the \
 graph breaks; TORCH_LOGS=graph_breaks shows the place"""
 
+_NOT_COMPILED = "found no compiled frames"  # others have used up what torch allows
+
 
 def require_hook() -> None:
     """Raise an ``ApplyError`` unless torch has what plans in compiled code need."""
@@ -87,20 +89,28 @@ def compile_errors(what: str) -> Iterator[None]:
     except BackendCompilerFailed as error:
         raise _inductor_failed(what, error.inner_exception) from error
     except FailOnRecompileLimitHit as error:
-        most = torch._dynamo.config.recompile_limit
-        raise ApplyError(
-            f"cannot compile {what} again: torch compiles a function at most {most} "
-            "times, for other shapes or modes",
-            needed=f"batches of at most {most} different shapes",
-            hint="dynamic=True, batches padded to fewer lengths, or "
-            f"torch._dynamo.config.recompile_limit = {8 * most}",
-        ) from error
+        raise _too_often(what) from error
     except TorchDynamoException as error:
         raise GraphBreakError(
             f"cannot compile {what} as one graph: {first_line(error)}",
             needed="a model and a loss that compile with fullgraph=True",
             hint=ALLOWS_RECURRENT if "allow_rnn" in str(error) else _BREAKS,
         ) from error
+    except RuntimeError as error:
+        if _NOT_COMPILED not in str(error):
+            raise
+        raise _too_often(what) from error
+
+
+def _too_often(what: str) -> ApplyError:
+    most = torch._dynamo.config.recompile_limit
+    return ApplyError(
+        f"cannot compile {what} again: torch compiles a function at most {most} times, "
+        "for other shapes, modes or models",
+        needed=f"batches of at most {most} different shapes",
+        hint="dynamic=True, batches padded to fewer lengths, or "
+        f"torch._dynamo.config.recompile_limit = {8 * most}",
+    )
 
 
 def _inductor_failed(what: str, error: BaseException) -> ApplyError:

@@ -26,6 +26,7 @@ EXAMPLE_BY = f"by: {PROGRAM}"
 EXAMPLE_FOR = f"for: {EAGER}"
 EXAMPLE_ENCODE = "encode: {attn.attn_dropout/bernoulli_: bits}"
 
+PLAN_SUFFIXES = (".yaml", ".yml")  # of the names of plan files
 FINGERPRINT_KEYS = (
     *("torch", "device", "source", "batch", "parameters", "forwards", "compiled"),
 )

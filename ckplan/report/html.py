@@ -73,6 +73,12 @@ def save_report(
         CkplanError: The file cannot be written, or the extra ``report`` is missing.
         PlanError: A plan is of another model, or cannot be carried out.
     """
+    if not isinstance(plans, Mapping):
+        raise CkplanError(
+            f"cannot report on a {type(plans).__name__}",
+            needed="plans by their names on the page",
+            hint='ckplan.save_report(graph, {"plan": plan}, "page.html")',
+        )
     check_report()
     planner = Planner(graph)
     regions = {name: _regions(graph, name, plan) for name, plan in plans.items()}

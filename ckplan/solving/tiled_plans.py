@@ -60,7 +60,7 @@ def _nothing_to_tile(graph: Graph, head: PlanError) -> PlanError:
         return PlanError(
             f"{head.what}; and no MLP, norm or attention can run in tiles of rows",
             needed=f"{head.needed}; or one that works on each row apart",
-            hint=head.hint,
+            hint="leave out --allow tiles",
         )
     return PlanError(
         f"{head.what}; and tiles of rows give other bits in {len(differences)} MLPs, "

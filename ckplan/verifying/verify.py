@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from ckplan.applying.regions import mover_for
 from ckplan.errors import CkplanError, WorkloadError
 from ckplan.plan.file import as_plan
-from ckplan.plan.plan import Plan
+from ckplan.plan.plan import PLAN_SUFFIXES, Plan
 from ckplan.plan.region import RERUN, Region
 from ckplan.plan.resolve import describe
 from ckplan.simulating.curve import PLANNED, UNPLANNED
@@ -146,9 +146,10 @@ def verify(
 
     Args:
         spec: Where the workload comes from, or ``"model.py:factory"`` alone; each
-            process builds its own. By default the plan's, and all options that are not
-            given are the plan's, too. If that is a script, each process runs it up to
-            its second step, and through the steps that are timed.
+            process builds its own. By default, and where a plan's
+            file is alone, that of the plan, with all its options that are not given. If
+            that is a script, each process runs it up to its second step, and through
+            the steps that are timed.
         plan: What to verify, or the path of its file; None compares the workload with
             itself.
         optimizer: ``adamw``, ``adam``, ``sgd``, ``momentum``, ``adafactor``, ``none``
@@ -178,7 +179,8 @@ def verify(
         OutOfMemoryError: The planned step does not fit in memory.
         CkplanError: The workload or the plan cannot be used, or a step fails.
     """
-    plan = as_plan(plan)
+    alone = plan is None and Path(str(spec)).suffix in PLAN_SUFFIXES
+    spec, plan = (None, as_plan(spec)) if alone else (spec, as_plan(plan))
     training = Training(optimizer, amp, accumulate, clip, scaler)
     workload, training, seed = workload_or_script(spec, training, seed, plan)
     is_script = isinstance(workload, ScriptSpec)

@@ -117,6 +117,7 @@ def test_verify_and_eject_need_the_plan_alone(run: Run, folder: Path) -> None:
     with pytest.raises(WorkloadError, match="another model than the plan's"):
         ckplan.verify("model.py:two", plan, steps=0)
     assert ckplan.verify(plan="plan.yaml", steps=0).passed
+    assert ckplan.verify("plan.yaml", steps=0).passed
     assert ckplan.dry_run(plan="plan.yaml").passed
 
 

@@ -799,6 +799,22 @@ def test_more_shapes_than_torch_compiles_for_are_refused() -> None:
     assert "dynamic=True" in refused.value.hint
 
 
+class Scaled(nn.Linear):
+    def forward(self, x: torch.Tensor, by: int = 2) -> torch.Tensor:
+        return super().forward(x).tanh() * by
+
+
+@pytest.mark.usefixtures("no_kernels")
+def test_other_models_may_use_up_what_torch_compiles_a_function_for() -> None:
+    call = ckplan.compile(Scaled(8, 4), "100%")
+    other = torch.compile(Scaled(8, 4), backend="eager", fullgraph=True, dynamic=False)
+    with torch._dynamo.config.patch(recompile_limit=2):
+        call(torch.ones(2, 8))
+        other(torch.ones(2, 8))
+        with pytest.raises(ApplyError, match="at most 2 times"):
+            call(torch.ones(2, 8), by=3)
+
+
 @pytest.mark.usefixtures("no_kernels")
 def test_another_shape_is_planned_again_by_the_same_backend() -> None:
     model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 import ckplan
 from ckplan.cli import app
-from ckplan.errors import PlanError
+from ckplan.errors import CkplanError, PlanError
 from ckplan.graph.file import load
 from ckplan.graph.records import OUTSIDE_CALLS
 from ckplan.plan.plan import Plan, PlannedRegion
@@ -314,3 +314,10 @@ def test_a_plan_with_calls_that_are_not_there_is_refused(tmp_path: Path) -> None
 def test_names_cannot_break_out_of_the_page(plan: Plan, tmp_path: Path) -> None:
     ckplan.save_report(load(MLP), {"</script><b>x": plan}, tmp_path / "a.html")
     assert "</script><b>x" not in (tmp_path / "a.html").read_text()
+
+
+def test_plans_have_names_on_the_page(tmp_path: Path) -> None:
+    graph = load(MLP)
+    plan: Any = ckplan.solve(graph, "80%")
+    with pytest.raises(CkplanError, match="cannot report on a Plan"):
+        ckplan.save_report(graph, plan, tmp_path / "a.html")
