@@ -41,6 +41,7 @@ from ckplan.plan.resolve import resolve
 from ckplan.simulating.simulate import simulate
 from ckplan.tracing.script import ScriptRecorder, record_script
 from ckplan.training.fingerprint import parameter_shapes
+from ckplan.training.script import Script
 from ckplan.units import format_bytes
 
 SCRIPT = Path(_train.__file__)
@@ -154,7 +155,7 @@ def _recorded(name: str) -> Graph:
         assert watch.recorder is not None, "internal error: nothing is recorded"
         found.append(watch.recorder.graph)
 
-    record_script(SCRIPT, [name, str(MEASURED_STEPS)], recorded=keep)
+    record_script(Script(str(SCRIPT), (name, str(MEASURED_STEPS))), recorded=keep)
     return found[0]
 
 

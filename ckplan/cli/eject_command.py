@@ -85,7 +85,7 @@ def _step_of(
         workload = step.completed(target, source, 0, plan)
         usual = inputs.trace_of_plan(*workload, plan)
     else:
-        usual = inputs.trace_of_script(script.path, script.arguments)
+        usual = inputs.trace_of_script(script.script)
     is_own = script is not None or target is None
     as_planned = is_own and step.is_default and not step.of_workload
     known = inputs.trace_for_plan(plan, usual, path if as_planned else None)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from ckplan.plan.plan import Plan
     from ckplan.training.loading import WorkloadSpec
     from ckplan.training.remembered import ScriptSpec
+    from ckplan.training.script import Script
     from ckplan.training.step import Training
 
 TRACES = Path("traces")
@@ -124,9 +125,9 @@ def default_trace(name: str, workload: Mapping[str, Any], device: str | None) ->
     return TRACES / f"{whole}.json.gz"
 
 
-def trace_of_script(path: Path, arguments: Sequence[str]) -> Path:
+def trace_of_script(script: Script) -> Path:
     """Where the trace of a script is by default."""
-    return default_trace(path.stem, {"set": arguments}, None)
+    return default_trace(script.stem, {"set": script.arguments}, None)
 
 
 def trace_of_plan(
@@ -136,7 +137,7 @@ def trace_of_plan(
     from ckplan.training.remembered import ScriptSpec
 
     if isinstance(spec, ScriptSpec):
-        return trace_of_script(spec.path, spec.arguments)
+        return trace_of_script(spec.script)
     from ckplan.plan.workload import plan_workload
     from ckplan.training.remembered import describe_workload
 

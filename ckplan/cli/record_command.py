@@ -16,18 +16,26 @@ from ckplan.cli.terminal import print_message
 
 if TYPE_CHECKING:
     from ckplan.tracing.script import ScriptRecorder
+    from ckplan.training.script import Script
 
 
 def record(
     script: Annotated[
-        Path,
-        typer.Argument(metavar="SCRIPT", help="A Python file that trains a model."),
+        str,
+        typer.Argument(
+            metavar="SCRIPT",
+            help="A Python file that trains a model, or with -m a module.",
+        ),
     ],
     arguments: Annotated[
         list[str] | None,
         typer.Argument(metavar="[ARGS]", help="Its own arguments."),
     ] = None,
     *,
+    module: Annotated[
+        bool,
+        typer.Option("--module", "-m", help="SCRIPT is a module, as for `python -m`."),
+    ] = False,
     model: Annotated[
         str | None,
         typer.Option(
@@ -63,33 +71,32 @@ def record(
     The script runs as `python SCRIPT ARGS` would run it, and ends after its second
     step. Options of ckplan stand before SCRIPT. Standard output is the script's own.
     """
-    arguments = arguments or []
-    path = output or trace_of_script(script, arguments)
-    check_output(path, force, hint=f"ckplan record --force {script} ..., or -o NAME")
-    if output is None and "-o" in arguments:
+    from ckplan.training.script import Script
+
+    run = Script(script, tuple(arguments or ()), module)
+    path = output or trace_of_script(run)
+    check_output(path, force, hint=f"ckplan record --force {run} ..., or -o NAME")
+    if output is None and "-o" in run.arguments:
         print_message(f"-o is given to {script}: options of ckplan stand before it")
     from ckplan.report.progress import ProgressLine
     from ckplan.tracing.script import record_script
 
     with ProgressLine(sys.stderr) as progress:
         code = record_script(
-            script,
-            arguments,
+            run,
             model=model,
             num_steps=steps,
             reduce=reduce,
             goes_on=goes_on,
             fresh=fresh,
             progress=progress,
-            recorded=lambda watch: _write(
-                watch, [str(script), *arguments], path, force
-            ),
+            recorded=lambda watch: _write(watch, run, path, force),
         )
     if code:
         raise typer.Exit(code)
 
 
-def _write(watch: ScriptRecorder, script: list[str], path: Path, force: bool) -> None:
+def _write(watch: ScriptRecorder, script: Script, path: Path, force: bool) -> None:
     """Write the trace and tell what it is of, on the standard error."""
     if os.environ.get("RANK", "0") != "0":
         return  # the first of several ranks writes
@@ -101,7 +108,7 @@ def _write(watch: ScriptRecorder, script: list[str], path: Path, force: bool) ->
     recorder, names = watch.recorder, [type(one).__name__ for one in watch.optimizers]
     assert recorder is not None, "internal error: nothing is recorded"
     graph = recorder.graph
-    workload: dict[str, Any] = {"script": script}
+    workload: dict[str, Any] = {"script": script.command}
     if recorder.beside_bytes:
         workload["beside_bytes"] = recorder.beside_bytes
     options: dict[str, Any] = {**graph.options, "workload": workload}

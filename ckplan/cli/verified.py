@@ -55,7 +55,7 @@ def workload_or_script(
     script = script_of(target, plan)
     if script is None or plan is None:
         return Verified(*step.completed(target, source, seed, plan))
-    source.settings(str(script.path))
+    source.settings(script.script.name)
     if is_of_workload:
         raise untold("run dry, or calibrate")
     if step.of_workload or not step.is_default:

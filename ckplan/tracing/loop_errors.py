@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from ckplan import files
 from ckplan.applying import status
 from ckplan.errors import ApplyError, WorkloadError
 from ckplan.training.failures import first_line, is_out_of_memory, location_hint
+from ckplan.training.script import Script
 
 
 def check_loop(model: object, optimizers: Sequence[object]) -> None:
@@ -79,23 +81,28 @@ def too_few_steps(steps: int, model: str, wanted: int) -> WorkloadError:
     )
 
 
-def check_script(path: Path) -> None:
+def check_script(script: Script) -> None:
     """Refuse a script that is not there.
 
     Raises:
-        WorkloadError: With the file of a near name.
+        WorkloadError: With the file of a near name, or how to run a package.
     """
-    if str(path).startswith("-"):
+    name, path = script.name, Path(script.name)
+    if name.startswith("-"):
         raise WorkloadError(
-            f"cannot run the script: {path} is no option of `ckplan record`",
+            f"cannot run the script: {name} is no option of `ckplan record`",
             needed="the script before its options",
-            hint=f"ckplan record train.py {path}",
+            hint=f"ckplan record train.py {name}",
         )
-    if not path.is_file():
+    if script.is_module:
+        _check_module(script)
+    elif not path.is_file():
         near = files.nearest(path, "*.py")
-        hint = (
-            f"did you mean '{near.name}'?" if near else "ckplan record train.py --lr 1"
-        )
+        hint = "ckplan record train.py --lr 1"
+        if (path / "__main__.py").is_file():
+            hint = _run_as_module(path)
+        elif near:
+            hint = f"did you mean '{near.name}'?"
         raise WorkloadError(
             f"cannot run the script: {path} is not there",
             needed="a Python file that trains a model, and its arguments",
@@ -103,13 +110,41 @@ def check_script(path: Path) -> None:
         )
 
 
+def _check_module(script: Script) -> None:
+    try:
+        with script.as_python_runs():
+            found = importlib.util.find_spec(script.name)
+            if found is not None and found.submodule_search_locations is not None:
+                found = importlib.util.find_spec(f"{script.name}.__main__")
+    except (ImportError, ValueError):
+        found = None
+    if found is None:
+        is_file = script.name.endswith(".py")
+        raise WorkloadError(
+            f"cannot run the script: no module {script.name} can be run from "
+            f"{Path.cwd()}",
+            needed="what `python -m` takes: a module, or a package with a __main__.py",
+            hint=f"ckplan record {script.name}" if is_file else "cd to its package",
+        )
+
+
+def _run_as_module(path: Path) -> str:
+    parts = [one for one in path.with_suffix("").parts if one != "__main__"]
+    return f"ckplan record -m {'.'.join(parts)} ..."
+
+
 def not_recorded(
-    path: Path, ended: BaseException | None, *, steps: bool, model: bool, wanted: int
+    script: Script,
+    ended: BaseException | None,
+    *,
+    steps: bool,
+    model: bool,
+    wanted: int,
 ) -> WorkloadError:
     """The error of a script that ended before the wanted step was recorded.
 
     Args:
-        path: The script.
+        script: The script.
         ended: What it ended with, if not by itself.
         steps: Whether an optimizer stepped.
         model: Whether it steps a module that was called.
@@ -120,15 +155,16 @@ def not_recorded(
     failed = ended if not isinstance(ended, SystemExit) or ended.code else None
     if isinstance(failed, SystemExit):
         return WorkloadError(
-            f"cannot record {path}: it called sys.exit({failed.code!r}) {when}",
+            f"cannot record {script}: it called sys.exit({failed.code!r}) {when}",
             needed=_trains_for(wanted),
-            hint=f"python {path} with the same arguments; they follow its name",
+            hint=f"python {script} with the same arguments; they follow its name",
         )
     if failed is not None:
-        return script_raised(path, failed, when, wanted)
+        return script_raised(script, failed, when, wanted)
     if not steps:
         return WorkloadError(
-            f"cannot record {path}: it ended, and no optimizer stepped in its process",
+            f"cannot record {script}: it ended, and no optimizer stepped in its "
+            "process",
             needed="a loop that calls optimizer.step() of a torch.optim.Optimizer in "
             "the process of the script, not in one that it starts",
             hint="torchrun --nproc-per-node 1 -m ckplan record TRAIN.py, with the "
@@ -136,19 +172,19 @@ def not_recorded(
         )
     if not model:
         return WorkloadError(
-            f"cannot record {path}: its optimizer steps parameters of no module that "
+            f"cannot record {script}: its optimizer steps parameters of no module that "
             "was called under gradients",
             needed="models that are called, as model(batch)",
             hint="in Python: ckplan.record(model, optimizer)",
         )
     if wanted > 2:
         return WorkloadError(
-            f"cannot record {path}: it ended {when}",
+            f"cannot record {script}: it ended {when}",
             needed=f"{wanted} steps of the optimizer",
             hint="more steps or batches, by the arguments of the script",
         )
     return WorkloadError(
-        f"cannot record {path}: it ended after one step",
+        f"cannot record {script}: it ended after one step",
         needed="two steps: the first one makes the optimizer's state, the second one "
         "is recorded",
         hint="more steps or batches, by the arguments of the script",
@@ -160,29 +196,34 @@ def _trains_for(steps: int) -> str:
 
 
 def script_raised(
-    path: Path, error: BaseException, when: str, wanted: int = 2
+    script: Script, error: BaseException, when: str, wanted: int = 2
 ) -> WorkloadError:
     """The error of a script that raised.
 
     Args:
-        path: The script.
+        script: The script.
         error: What it raised.
         when: How far it had come.
         wanted: How often its optimizer must step.
     """
     if isinstance(error, SyntaxError):
         return WorkloadError(
-            f"cannot run the script: {path} is not valid Python ({error})",
+            f"cannot run the script: {script} is not valid Python ({error})",
             needed="a Python file that trains a model",
-            hint=f"python -m py_compile {path}",
+            hint=f"python -m py_compile {script.name}",
         )
     needed, hint = _trains_for(wanted), location_hint(error)
     if is_out_of_memory(error):
         needed = "memory for two steps, or batches of which a part fits"
-        hint = f"ckplan record --reduce 4 {path} ..., or 8, 16"
+        hint = f"ckplan record --reduce 4 {script} ..., or 8, 16"
+    if isinstance(error, ImportError) and "relative import" in str(error):
+        needed, hint = (
+            "a package that runs as a module",
+            _run_as_module(Path(script.name)),
+        )
     failed = WorkloadError(
-        f"cannot record {path}: it raised {type(error).__name__}: {first_line(error)}, "
-        f"{when}",
+        f"cannot record {script}: it raised {type(error).__name__}: "
+        f"{first_line(error)}, {when}",
         needed=needed,
         hint=hint,
     )

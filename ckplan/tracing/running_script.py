@@ -5,15 +5,14 @@ from __future__ import annotations
 import runpy
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from pathlib import Path
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 from unittest import mock
 
 import torch
 
 from ckplan.applying.tensors.compiled import uncompiled
+from ckplan.training.script import Script
 
 
 class ScriptEnd(BaseException):
@@ -21,16 +20,19 @@ class ScriptEnd(BaseException):
 
 
 def run_script(
-    path: Path, arguments: Sequence[str], scope: AbstractContextManager[object]
+    script: Script, scope: AbstractContextManager[object]
 ) -> BaseException | None:
-    """Run a script in a scope, its folder first on the path.
+    """Run a script in a scope.
 
     Returns:
         What it ended with, if not by itself or by ``ScriptEnd``.
     """
-    with scope, _as_python_runs(path, arguments):
+    with scope, script.as_python_runs():
         try:
-            runpy.run_path(str(path), run_name="__main__")
+            if script.is_module:
+                runpy.run_module(script.name, run_name="__main__", alter_sys=True)
+            else:
+                runpy.run_path(script.name, run_name="__main__")
         except ScriptEnd:
             return None
         except KeyboardInterrupt:
@@ -84,15 +86,3 @@ class OpByOp:
             warnings.filterwarnings("ignore", hooks)
             self._scope.enter_context(uncompiled())
         return made
-
-
-@contextmanager
-def _as_python_runs(path: Path, arguments: Sequence[str]) -> Iterator[None]:
-    argv, first = sys.argv, sys.path[:1]
-    sys.argv = [str(path), *arguments]
-    sys.path[:1] = [str(path.resolve().parent)]
-    try:
-        yield
-    finally:
-        sys.argv = argv
-        sys.path[:1] = first

@@ -9,9 +9,8 @@ optimizer steps later in the loop, the step ends there.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,6 +29,7 @@ from ckplan.tracing.running_script import (
     run_script,
 )
 from ckplan.tracing.trained_models import inside_wrapper, size_of, trained_models
+from ckplan.training.script import Script
 
 
 class ScriptRecorder:
@@ -179,8 +179,7 @@ class ScriptRecorder:
 
 
 def record_script(
-    path: Path,
-    arguments: Sequence[str],
+    script: Script,
     *,
     model: str | None = None,
     num_steps: int = 1,
@@ -193,8 +192,7 @@ def record_script(
     """Run a script and record its second step.
 
     Args:
-        path: The script.
-        arguments: Its arguments.
+        script: The script.
         model: Type of the model, if the script trains several; by default the one with
             most parameters.
         num_steps: Steps to record; the one with the largest batch is kept.
@@ -212,7 +210,7 @@ def record_script(
         WorkloadError: The script is not there, raises or exits before its second step
             is over, or trains nothing; or it raises later.
     """
-    check_script(path)
+    check_script(script)
 
     def done(recorder: LoopRecorder) -> None:
         del recorder
@@ -233,18 +231,18 @@ def record_script(
         )
     how: dict[str, Any] = {"num_steps": num_steps, "fresh": fresh, "cutter": cutter}
     watch = ScriptRecorder(model, progress=progress, on_done=done, **how)
-    ended = run_script(path, arguments, watch.watching())
-    _check_recorded(path, watch, ended)
+    ended = run_script(script, watch.watching())
+    _check_recorded(script, watch, ended)
     if not goes_on:
         recorded(watch)
         return 0
     if ended is None or isinstance(ended, SystemExit):
         return exit_code(ended)
-    raise script_raised(path, ended, "after its second step, which is recorded")
+    raise script_raised(script, ended, "after its second step, which is recorded")
 
 
 def _check_recorded(
-    path: Path, watch: ScriptRecorder, ended: BaseException | None
+    script: Script, watch: ScriptRecorder, ended: BaseException | None
 ) -> None:
     """Refuse a script that ended before its step was recorded."""
     if watch.error is not None:
@@ -258,7 +256,7 @@ def _check_recorded(
     if watch.cutter is not None:
         watch.cutter.explain(ended)
     raise not_recorded(
-        path,
+        script,
         ended,
         steps=bool(watch.optimizers),
         model=watch.model is not None,

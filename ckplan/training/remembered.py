@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ckplan.errors import WorkloadError
 from ckplan.plan.workload import as_arguments
 from ckplan.training.loading import WorkloadSpec, as_spec, parse_options
+from ckplan.training.script import Script
 from ckplan.training.step import Training
 
 if TYPE_CHECKING:
@@ -34,8 +35,7 @@ class Remembered(NamedTuple):
 class ScriptSpec:
     """A script, and the model whose step in it was recorded."""
 
-    path: Path
-    arguments: tuple[str, ...]
+    script: Script
     model: str  # its type
     fingerprint: Mapping[str, Any]  # of the recorded step
     beside_bytes: int  # of tensors that the step does not use
@@ -43,7 +43,7 @@ class ScriptSpec:
     @property
     def name(self) -> str:
         """What its trace is called."""
-        return self.path.stem
+        return self.script.stem
 
 
 def script_of(spec: object, plan: Plan | None) -> ScriptSpec | None:
@@ -54,12 +54,11 @@ def script_of(spec: object, plan: Plan | None) -> ScriptSpec | None:
     known: Mapping[str, Any] = plan.workload if plan else {}
     if plan is None or "script" not in known:
         return None
-    path, *arguments = known["script"]
-    if spec is not None and str(spec) != path:
+    script = Script.of(known["script"])
+    if spec is not None and str(spec) != script.name:
         return None
     beside_bytes = known.get("beside_bytes", 0)
-    names = tuple(arguments), plan.model, plan.fingerprint
-    return ScriptSpec(Path(path), *names, beside_bytes)
+    return ScriptSpec(script, plan.model, plan.fingerprint, beside_bytes)
 
 
 def describe_workload(spec: WorkloadSpec, seed: int) -> dict[str, Any]:

@@ -87,24 +87,24 @@ class ScriptWorker:
     def run(self) -> None:
         """Run the script; the last request is answered by what it ended with."""
         try:
-            check_script(self._spec.path)
+            check_script(self._spec.script)
             warm_up_vector_kernels()
             seed_everything(self._job.seed)
-            ended = run_script(self._spec.path, self._spec.arguments, self._watching())
+            ended = run_script(self._spec.script, self._watching())
         except CkplanError as error:
             ended = error
         self._reply(self._error or self._explained(ended))
 
     def _explained(self, ended: BaseException | None) -> CkplanError:
         """The error of a script that ended before it was told to."""
-        path, model = self._spec.path, self._spec.model
+        script, model = self._spec.script, self._spec.model
         if isinstance(ended, SystemExit) and not ended.code:
             ended = None
         if ended is not None:
             return explain_failure(ended, self._job)
         if self._is_measured:
             return ScriptEndedError(
-                f"{path} has no step left",
+                f"{script} has no step left",
                 needed="a step for each one that is timed",
                 hint="ckplan verify --steps 0, or more steps of the script",
             )
@@ -112,7 +112,7 @@ class ScriptWorker:
         if self._model is None:
             what = f"called no {model} with the parameters of the plan"
         return WorkloadError(
-            f"cannot verify the plan: {path} {what}",
+            f"cannot verify the plan: {script} {what}",
             needed=f"two steps of the {model} that was recorded",
             hint="ckplan record the script as it is now, and solve again",
         )
