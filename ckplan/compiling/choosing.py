@@ -9,6 +9,7 @@ earlier ones are found.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby, islice
@@ -21,6 +22,10 @@ Fits: TypeAlias = Callable[[Sequence[int]], bool]
 """Whether the first of some places fits. The others may be asked for next."""
 
 _ASKED_NEXT = 8  # more than are tried at a time
+_FEW, _FAR = 8, 1.1
+"""Of those with the smallest simulated peaks, so many are always replayed; if none is
+within this factor of a budget, no other is expected to fit. Of 28 graphs, one of the
+first four replayed at most 1.023 times the smallest of all."""
 
 
 def cheapest_within(
@@ -56,6 +61,30 @@ def cheapest_within(
         if known is not None and known.peak_bytes <= budget_bytes:
             return one
     return found
+
+
+def try_the_smallest(
+    some: Sequence[Candidate],
+    replays: Replays,
+    budget_bytes: int,
+    tell: Callable[[int, int], object],
+) -> None:
+    """Replay all, those with the smallest simulated peaks first, unless none will fit.
+
+    Args:
+        some: Of ``cheapest_within``, like the others: none was found.
+        replays: As there.
+        budget_bytes: As there.
+        tell: As there.
+    """
+    ordered = sorted(some, key=lambda one: one.simulated_peak_bytes)
+    wanted, least_bytes = [one.saved for one in ordered], math.inf
+    for place in range(len(wanted)):
+        tell(place, len(wanted))
+        meanwhile = wanted[place:_FEW] or wanted[place:]
+        least_bytes = min(least_bytes, replays.of_first(meanwhile).peak_bytes)
+        if place + 1 >= _FEW and least_bytes > _FAR * budget_bytes:
+            return
 
 
 def cheapest_that_fits(costs: Sequence[float], fits: Fits) -> int | None:

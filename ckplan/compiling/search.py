@@ -17,7 +17,7 @@ from typing import TypeAlias
 
 from ckplan import units
 from ckplan.compiling import plan_cache
-from ckplan.compiling.choosing import cheapest_within
+from ckplan.compiling.choosing import cheapest_within, try_the_smallest
 from ckplan.compiling.graph import CompiledStep, as_graph
 from ckplan.compiling.lowering import DynamoGraph, Lowered
 from ckplan.compiling.partition import JointGraph, Saved
@@ -178,15 +178,15 @@ class CompiledPlanner:
         """Find the cheapest candidate whose replayed peak is within a budget.
 
         Args:
-            budget_bytes: Limit on the bytes alive in forward and backward, parameters
-                and batch included.
+            budget_bytes: Limit on the bytes alive, parameters and batch included.
 
         Raises:
-            InfeasibleError: None fits; the smallest replayed peak is named.
+            InfeasibleError: None fits; the smallest known peak is named.
         """
         found = self._first_within(budget_bytes)
         if found is None:
-            _ = [*self.each_replayed(self.candidates)]  # the smallest is told
+            told = self._told_of_replays
+            try_the_smallest(self.candidates, self.replays, budget_bytes, told)
             self.replays.is_real(self.smallest.saved)
             found = self._first_within(budget_bytes)
         if found is None:

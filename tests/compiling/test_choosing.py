@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckplan.compiling.choosing import cheapest_that_fits
+from ckplan.compiling.choosing import cheapest_that_fits, try_the_smallest
 
 Case = tuple[list[int], list[int]]  # of each candidate, its cost and its peak
 
@@ -78,3 +80,19 @@ def test_what_is_asked_next_comes_after_what_is_asked() -> None:
     assert cheapest_that_fits([0.0] * 8, fits) == 5
     for before, after in pairwise(asked):
         assert after[0] in before  # it was made meanwhile, where there are processes
+
+
+@pytest.mark.parametrize("budget, most", [(80, 8), (95, 40), (101, 40)])
+def test_far_below_the_smallest_few_are_tried(budget: int, most: int) -> None:
+    some: Any = [
+        SimpleNamespace(saved=n, simulated_peak_bytes=140 - n) for n in range(40)
+    ]
+    tried: list[int] = []
+
+    def of_first(wanted: Sequence[int]) -> SimpleNamespace:
+        tried.append(wanted[0])
+        return SimpleNamespace(peak_bytes=140 - wanted[0])
+
+    replays: Any = SimpleNamespace(of_first=of_first)
+    try_the_smallest(some, replays, budget, lambda done, total: None)
+    assert tried == [*range(39, -1, -1)][:most]
