@@ -109,6 +109,8 @@ def _write(watch: ScriptRecorder, script: Script, path: Path, force: bool) -> No
     assert recorder is not None, "internal error: nothing is recorded"
     graph = recorder.graph
     workload: dict[str, Any] = {"script": script.command}
+    if recorder.number != 2:
+        workload["step"] = recorder.number
     if recorder.beside_bytes:
         workload["beside_bytes"] = recorder.beside_bytes
     options: dict[str, Any] = {**graph.options, "workload": workload}

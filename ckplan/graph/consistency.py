@@ -23,7 +23,7 @@ from ckplan.graph.records import (
 from ckplan.units import MOST_BYTES
 
 _MOST = 1 << 63  # of bytes
-_COUNTS = ("seed", "micro_batch", "batch_dim", "beside_bytes")
+_COUNTS = ("seed", "micro_batch", "batch_dim", "step", "beside_bytes")
 _WORKLOAD_KEYS = frozenset({"target", "set", "input", "script", *_COUNTS})
 MOST_SECONDS = 1e9  # of an op; in nanoseconds, sums of them are exact enough
 

@@ -2,8 +2,9 @@
 
 The keys are options of the command line: ``set: [layers=24]`` is ``--set layers=24``.
 ``verify`` and ``eject`` need nothing else. A step of a script has ``script`` instead:
-what was run, with its arguments; and ``beside_bytes``, which are no part of its peak:
-those of tensors that the step does not use.
+what was run, with its arguments; ``step``, its number where that is not 2; and
+``beside_bytes``, which are no part of its peak: those of tensors that the step does not
+use.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from ckplan.plan.strict_yaml import YamlNode
 WORKLOAD_KEYS = (
     *("target", "set", "input", "seed", "gpu"),
     *("batch_dim", "micro_batch", "optimizer", "amp", "accumulate", "clip", "scaler"),
-    *("script", "beside_bytes"),
+    *("script", "step", "beside_bytes"),
 )
-TRAINING_KEYS = WORKLOAD_KEYS[5:-2]
+TRAINING_KEYS = WORKLOAD_KEYS[5:-3]
 """What the plan file has under ``training``: how the step trains."""
 
 
@@ -106,6 +107,7 @@ _READERS: dict[str, Callable[[YamlNode], Any]] = {
     "set": _texts,
     "script": _texts,
     "input": _texts,
+    "step": lambda part: part.read(_whole),
     "beside_bytes": lambda part: part.read(_whole),
     "seed": lambda part: part.read(_whole),
     "batch_dim": lambda part: part.read(_whole),

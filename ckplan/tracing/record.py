@@ -144,6 +144,11 @@ class LoopRecorder:
         return self._kept[-1].step.beside_bytes if self._kept else 0
 
     @property
+    def number(self) -> int:
+        """Of the recorded step, from 1; of cut batches, 2."""
+        return self._kept[0].number if self._kept and self._cutter is None else 2
+
+    @property
     def done(self) -> bool:
         """Whether all wanted steps are recorded: the loop may end."""
         return self._done

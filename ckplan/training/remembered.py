@@ -39,6 +39,7 @@ class ScriptSpec:
     model: str  # its type
     fingerprint: Mapping[str, Any]  # of the recorded step
     beside_bytes: int  # of tensors that the step does not use
+    step: int = 2  # number of the recorded one
 
     @property
     def name(self) -> str:
@@ -57,8 +58,8 @@ def script_of(spec: object, plan: Plan | None) -> ScriptSpec | None:
     script = Script.of(known["script"])
     if spec is not None and str(spec) != script.name:
         return None
-    beside_bytes = known.get("beside_bytes", 0)
-    return ScriptSpec(script, plan.model, plan.fingerprint, beside_bytes)
+    numbers = known.get("beside_bytes", 0), max(known.get("step", 2), 2)
+    return ScriptSpec(script, plan.model, plan.fingerprint, *numbers)
 
 
 def describe_workload(spec: WorkloadSpec, seed: int) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """The child process that runs a script, with a plan or without.
 
 The script runs as under ``python``, and ckplan waits in its hooks: a plan is applied
-before the first call of its model. The second step is measured, from one update to the
-next, as ``ckplan record`` traces it; then each request lets the loop take one more
+before the first call of its model. The recorded step is measured, from one update to
+the next, as ``ckplan record`` traces it; then each request lets the loop take one more
 step. Requests and replies are those of ``worker``.
 """
 
@@ -108,12 +108,12 @@ class ScriptWorker:
                 needed="a step for each one that is timed",
                 hint="ckplan verify --steps 0, or more steps of the script",
             )
-        what = "ended before its second step was over"
+        what = f"ended before its step {self._spec.step} was over"
         if self._model is None:
             what = f"called no {model} with the parameters of the plan"
         return WorkloadError(
             f"cannot verify the plan: {script} {what}",
-            needed=f"two steps of the {model} that was recorded",
+            needed=f"the steps of the {model} up to the recorded one",
             hint="ckplan record the script as it is now, and solve again",
         )
 
@@ -163,8 +163,13 @@ class ScriptWorker:
         cap_memory(self._job.cap_bytes, self._device)
         replace_plan(self._job.plan, model, self._job.spill)
         model.register_forward_pre_hook(self._given, with_kwargs=True)
-        beside_bytes = self._spec.beside_bytes
-        self._memory = LoopMemory(self._device, beside_bytes, self._logged)
+        self._log_before_measured()
+
+    def _log_before_measured(self) -> None:
+        """Log allocations of the step before the one that is measured, too."""
+        if self._memory is None and self._ends == self._spec.step - 2:
+            beside_bytes = self._spec.beside_bytes
+            self._memory = LoopMemory(self._device, beside_bytes, self._logged)
 
     def _given(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -210,24 +215,28 @@ class ScriptWorker:
         if all(optimizer is not known for known in self._optimizers):
             self._optimizers.append(optimizer)
             self._ends = 0  # the one that steps last ends the step
-        if self._model is None or self._memory is None:
+        if self._model is None:
             return
         if not self._is_measured:
             self._keep_gradients(optimizer)
         if optimizer is self._optimizers[-1]:
-            self._step_ends(self._model, self._memory)
+            self._step_ends(self._model)
 
-    def _step_ends(self, model: nn.Module, memory: LoopMemory) -> None:
+    def _step_ends(self, model: nn.Module) -> None:
         if self._is_measured:
             self._answer(self._timed())
             return
         for name, buffer in model.named_buffers():
             self._keep("buffer", name, buffer)
         self._ends += 1
-        if self._ends == 1:
+        self._log_before_measured()
+        memory = self._memory
+        if memory is None:
+            return
+        if self._ends == self._spec.step - 1:
             self._batch = {}
             memory.begin()
-        else:
+        elif self._ends == self._spec.step:
             self._is_measured = True
             self._answer(self._first_steps(model, memory.end()))
 
@@ -241,8 +250,8 @@ class ScriptWorker:
             self._keep("gradient", names.get(id(p), other), p.grad)
 
     def _first_steps(self, model: nn.Module, memory: Memory) -> FirstSteps:
-        """The results of both steps, and the memory of the second one."""
-        state = Result(2, "random state")
+        """The results of all steps so far, and the memory of the last one."""
+        state = Result(self._spec.step, "random state")
         self._digests[state] = random_state_digest(self._device)
         fingerprint = loop_fingerprint(model, self._device, self._batch)
         if "forwards" in self._spec.fingerprint:  # of accumulated ones, one counts

@@ -148,7 +148,7 @@ def verify(
         spec: Where the workload comes from, or ``"model.py:factory"`` alone; each
             process builds its own. By default, and where a plan's
             file is alone, that of the plan, with all its options that are not given. If
-            that is a script, each process runs it up to its second step, and through
+            that is a script, each process runs it up to the recorded step, and through
             the steps that are timed.
         plan: What to verify, or the path of its file; None compares the workload with
             itself.

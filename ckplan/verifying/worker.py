@@ -97,7 +97,7 @@ class Job:
 class Result(NamedTuple):
     """Name of a result of a step."""
 
-    step: int  # 1 or 2
+    step: int  # from 1
     kind: str  # "loss", "gradient", "buffer" or "random state"
     name: str = ""
 
