@@ -178,7 +178,8 @@ def trace_for_plan(plan: Plan, usual: Path, path: Path | None) -> Graph | None:
 
     with suppress(CkplanError):  # also without a trace, a plan can be used
         found = trace_file.load(usual) if usual.is_file() else None
-        if found and plan_fingerprint(found.fingerprint) == plan.fingerprint:
+        known = plan.fingerprint  # a plan that is written by hand has none
+        if found and (not known or plan_fingerprint(found.fingerprint) == known):
             return found
     return None if path is None else trace_beside(path, plan)
 

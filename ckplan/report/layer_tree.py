@@ -67,7 +67,7 @@ def layer_tree(
 
 
 def _action(region: Region) -> str:
-    counts = (("saves", region.save), ("encodes", region.encode))
+    counts = (("keeps", region.save), ("encodes", region.encode))
     parts = [f"{verb} {len(found)} tensors" for verb, found in counts if found]
     parts += [f"{len(region.inner)} regions inside"] if region.inner else []
     return ", ".join([region.by, *parts])

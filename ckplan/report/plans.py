@@ -279,7 +279,7 @@ def _regions(plan: Plan, *, in_full: bool = False) -> RenderableType:
     levels = list(_levels(plan.regions))
     encodes = any(region.encode for _, region in levels)
     moves = any(region.offload for _, region in levels)
-    columns = ["calls", "by", "saves", *(["encodes"] if encodes else [])]
+    columns = ["calls", "by", "keeps", *(["encodes"] if encodes else [])]
     columns += ["offloads"] if moves else []
     table = make_table(*columns, texts=len(columns))
     for level, region in levels:
