@@ -52,7 +52,7 @@ ROOMS: dict[str, set[str]] = {
     | WAISTS
     | ENGINE
     | {"training", "applying.guards", "applying.rerunning"},
-    "applying.tiling": BASICS | {"encodings", "plan", "applying.hooks"},
+    "applying.tiling": BASICS | {"encodings", "plan", "training", "applying.hooks"},
     "applying": BASICS
     | WAISTS
     | {"training", "applying.moving", "applying.hooks", "applying.tiling"},

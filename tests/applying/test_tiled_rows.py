@@ -14,6 +14,8 @@ from normed_mlps import OnPictures, WrittenRms, convnext, flat, norm_first
 from torch import Tensor, nn
 
 import ckplan
+from ckplan.applying.tiling.row_noting import program_of
+from ckplan.applying.tiling.row_program import NotRowWise
 from ckplan.errors import ApplyError, CkplanError, PlanError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -279,3 +281,12 @@ def test_bad_arguments_are_refused_and_change_nothing() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         results(model)
+
+
+def test_torch_logs_nothing_of_what_cannot_run_on_fake_tensors(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    scale = torch.ones(5)
+    with pytest.raises(NotRowWise, match="it cannot run without values"):
+        program_of(lambda x: x * scale, torch.zeros(4, 8))
+    assert caplog.records == []

@@ -33,6 +33,7 @@ from ckplan.applying.tiling.row_program import (
     values_read,
 )
 from ckplan.plan.tiles import BEFORE_PRODUCTS, DROPOUT, ELEMENTWISE
+from ckplan.training.fake_logs import without_logs_of_fakes
 
 _aten = torch.ops.aten
 _MATRIX_PRODUCTS = (_aten.mm.default, _aten.addmm.default)
@@ -53,7 +54,7 @@ def program_of(forward: Callable[..., Any], given: Tensor) -> RowProgram | NormP
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     # Else autocast would keep fake copies of parameters for later ops.
     cast = autocast_of(given.device, cast_dtype(given.device))
-    with fake, cast, torch.enable_grad():
+    with without_logs_of_fakes(), fake, cast, torch.enable_grad():
         like = torch.empty_strided(
             given.shape, given.stride(), dtype=given.dtype, device=given.device
         ).requires_grad_()

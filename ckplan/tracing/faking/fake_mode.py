@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import gc
-import logging
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -37,6 +36,7 @@ from ckplan.tracing.faking.fake_outputs import SET_STORAGE_OPS, make_fake_mode
 from ckplan.tracing.faking.kernel_layouts import as_kernels_do
 from ckplan.tracing.faking.known_sizes import fake_like, tensor_of_known, with_positions
 from ckplan.training.collector import Instances
+from ckplan.training.fake_logs import without_logs_of_fakes
 from ckplan.training.randomness import may_draw
 
 _LARGEST_BYTES = 1 << 25  # largest known tensor of integers: 8,192 x 512 positions
@@ -270,9 +270,7 @@ def fake_tensors() -> Iterator[tuple[FakeTensorMode, KnownValues]]:
         # model.half() swaps fake parameters, and fails if weak references exist. Fake
         # tensors have weak references of their own, which stay valid after a swap.
         stack.enter_context(mock.patch.object(torch.utils, "weakref", _NO_WEAKREFS))
-        # Errors logged there are reported by ckplan, or avoided by real tensors.
-        logger = logging.getLogger("torch._subclasses.fake_tensor")
-        stack.enter_context(mock.patch.object(logger, "disabled", True))
+        stack.enter_context(without_logs_of_fakes())
         # Torch reads the address of a fake tensor to copy it, and warns of that.
         stack.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
