@@ -346,4 +346,5 @@ def load(path: str | Path) -> Graph:
         text = content.decode()
     except UnicodeDecodeError:
         raise _unreadable(str(path), "is not text") from None
-    return loads(text, str(path))
+    with files.without_collector():
+        return loads(text, str(path))

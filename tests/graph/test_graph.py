@@ -203,7 +203,7 @@ def test_other_versions_are_refused(version: object) -> None:
 @pytest.mark.serial
 def test_a_graph_loads_as_quickly_as_20_000_ops_in_half_a_second() -> None:
     times = []
-    for _ in range(3):
+    for _ in range(10):
         start = time.process_time()
         graph = load(TRACES / "gpt2-xl.json.gz")
         times.append(time.process_time() - start)
