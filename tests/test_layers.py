@@ -12,7 +12,7 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "ckplan"
 MAX_LINES = 350
 
-BASICS = {"errors", "units", "files"}
+BASICS = {"errors", "units", "files", "collector"}
 WAISTS = {"graph", "plan"}
 CORE = WAISTS | {"simulating", "gpus"}
 ENGINE = {"applying.tensors", "applying.moving", "applying.rebuilding"} | {
@@ -23,6 +23,7 @@ ROOMS: dict[str, set[str]] = {
     "errors": set(),
     "units": BASICS,
     "files": BASICS,
+    "collector": set(),
     "copies": set(),
     "graph": BASICS,
     "graph.sharding": BASICS | {"graph"},
@@ -56,7 +57,7 @@ ROOMS: dict[str, set[str]] = {
     "applying": BASICS
     | WAISTS
     | {"training", "applying.moving", "applying.hooks", "applying.tiling"},
-    "tracing.faking": {"training"},
+    "tracing.faking": {"collector", "training"},
     "tracing.recording": BASICS
     | WAISTS
     | {"training", "applying.tensors", "applying.rerunning", "tracing.faking"},

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils import _pytree as pytree
 
+from ckplan.collector import collection_off
 from ckplan.compiling.torch_names import storage_key
 from ckplan.errors import ApplyError
 from ckplan.graph.records import MULTIPLIES
@@ -24,7 +25,6 @@ from ckplan.training.allocator import (
     log_allocations,
     requested_within,
 )
-from ckplan.training.collector import collection_off
 from ckplan.training.randomness import randomness_restored
 from ckplan.training.workload import device_of, tensors_of
 from ckplan.units import in_blocks

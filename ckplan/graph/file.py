@@ -1,7 +1,6 @@
 """The trace file: a graph as JSON, gzipped when the name ends in ``.gz``.
 
-It loads without torch and is never executed. Unknown keys are errors. Writes are
-atomic.
+It loads without torch and is never executed. Unknown keys are errors.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ckplan import files
+from ckplan.collector import collection_off
 from ckplan.errors import GraphError
 from ckplan.graph.graph import FORMAT_VERSION, Graph
 from ckplan.graph.records import (
@@ -346,5 +346,5 @@ def load(path: str | Path) -> Graph:
         text = content.decode()
     except UnicodeDecodeError:
         raise _unreadable(str(path), "is not text") from None
-    with files.without_collector():
+    with collection_off():
         return loads(text, str(path))

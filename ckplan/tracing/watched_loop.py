@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import Variable
 from torch.nn.parameter import is_lazy
 
+from ckplan.collector import apart_from_garbage, instances_of
 from ckplan.errors import WorkloadError
 from ckplan.graph.records import BEFORE_STEP, OUTSIDE_CALLS
 from ckplan.tracing.faking.backward_pass import leaf_of, reachable_nodes
@@ -35,7 +36,6 @@ from ckplan.tracing.recording.recording import (
 )
 from ckplan.tracing.recording.trimming import Kept, Trimmed, largest_moment, trimmed
 from ckplan.tracing.watched_step import know_before
-from ckplan.training.collector import apart_from_garbage, instances_of
 from ckplan.training.fingerprint import batch_shapes, count_elements
 from ckplan.training.loaders import waiting_tensors
 from ckplan.training.optimizers import step_counts

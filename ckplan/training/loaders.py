@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.utils.data import dataloader
 
-from ckplan.training.collector import instances_of
+from ckplan.collector import instances_of
 from ckplan.training.workload import tensors_of
 
 _ITERATOR = "_MultiProcessingDataLoaderIter"

@@ -5,7 +5,7 @@ import gc
 import pytest
 import torch
 
-from ckplan.training.collector import Instances, instances_of
+from ckplan.collector import Instances, instances_of
 
 
 class Kind:

@@ -22,6 +22,7 @@ from functools import partial
 import torch
 from torch.profiler import record_function
 
+from ckplan.collector import collection_off
 from ckplan.encodings import decode, encode
 from ckplan.errors import WorkloadError
 from ckplan.tracing.costs.cost_cache import Cost, CostCache
@@ -47,7 +48,6 @@ from ckplan.training.allocator import (
     log_allocations,
     requested_within,
 )
-from ckplan.training.collector import collection_off
 from ckplan.training.failures import first_line, is_out_of_memory
 
 LARGEST_BYTES = 1 << 30

@@ -30,12 +30,12 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ckplan.collector import Instances
 from ckplan.tracing.faking.answers import answers_of_training
 from ckplan.tracing.faking.asked_device import asked_device
 from ckplan.tracing.faking.fake_outputs import SET_STORAGE_OPS, make_fake_mode
 from ckplan.tracing.faking.kernel_layouts import as_kernels_do
 from ckplan.tracing.faking.known_sizes import fake_like, tensor_of_known, with_positions
-from ckplan.training.collector import Instances
 from ckplan.training.fake_logs import without_logs_of_fakes
 from ckplan.training.randomness import may_draw
 
