@@ -127,29 +127,29 @@ for _ in range(4):
 
 
 def test_a_package_runs_as_a_module(run: Run, folder: Path) -> None:
-    (folder / "loops").mkdir()
-    (folder / "loops" / "__init__.py").touch()
-    (folder / "loops" / "__main__.py").write_text(PACKAGE)
-    (folder / "loops" / "net.py").write_text(
+    (folder / "recipes_of_net").mkdir()
+    (folder / "recipes_of_net" / "__init__.py").touch()
+    (folder / "recipes_of_net" / "__main__.py").write_text(PACKAGE)
+    (folder / "recipes_of_net" / "net.py").write_text(
         "from torch import nn\nclass Net(nn.Sequential):\n    def __init__(self):\n"
         "        super().__init__(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 8))\n"
     )
-    ended = run("record", "-o", "t.json.gz", "-m", "loops", "plain")
+    ended = run("record", "-o", "t.json.gz", "-m", "recipes_of_net", "plain")
     assert ended.code == 0, ended.err
     assert "begins __main__ ['plain']" in ended.out
     assert run("solve", "t.json.gz", "--min-memory", "-o", "plan.yaml").code == 0
     plan = plan_file.load(Path("plan.yaml"))
-    assert plan.workload["script"] == ["-m", "loops", "plain"]
+    assert plan.workload["script"] == ["-m", "recipes_of_net", "plain"]
     verified = run("verify", "plan.yaml", "--steps", "0")
     assert verified.code == 0, verified.err
-    assert "runs -m loops plain, without the plan and with it" in verified.err
-    for other in ("loops", "loops/__main__.py"):
+    assert "runs -m recipes_of_net plain, without the plan and with it" in verified.err
+    for other in ("recipes_of_net", "recipes_of_net/__main__.py"):
         ended = run("record", "-o", "o.json.gz", other)
         assert ended.code == 1
-        assert "ckplan record -m loops ..." in ended.err
-    ended = run("record", "-m", "loops.nothing")
+        assert "ckplan record -m recipes_of_net ..." in ended.err
+    ended = run("record", "-m", "recipes_of_net.nothing")
     assert ended.code == 1
-    assert "no module loops.nothing can be run from" in ended.err
+    assert "no module recipes_of_net.nothing can be run from" in ended.err
 
 
 def test_a_script_that_goes_on_prints_and_returns_what_it_does_alone(
