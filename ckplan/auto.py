@@ -25,7 +25,7 @@ def auto(
     *,
     tune: bool = False,
     total_batch: int | None = None,
-    allow: Sequence[str] = (),
+    allow: str | Sequence[str] = (),
     **how: Any,
 ) -> nn.Module:
     """Plan a model's training step for a budget, with the least extra time.

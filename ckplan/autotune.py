@@ -17,7 +17,7 @@ from ckplan.tracing.profile import profile, profile_workload
 from ckplan.tracing.rows import model_rows, spec_rows
 from ckplan.tracing.target import begin_copy, runs_nothing
 from ckplan.training.loading import WorkloadSpec
-from ckplan.training.step import DEFAULT_TRAINING, Training
+from ckplan.training.step import DEFAULT_TRAINING, Training, amp_name
 from ckplan.training.workload import as_workload, with_batch_dim, with_rows
 from ckplan.tuning.recorded import objective_of, tune_recorded
 from ckplan.tuning.searches import Record, Recorder
@@ -37,7 +37,7 @@ def tune(
     budget: str | int | None = None,
     *,
     total_batch: int | None = None,
-    allow: Sequence[str] = (),
+    allow: str | Sequence[str] = (),
     expandable_segments: bool = False,
     batch_dim: int | None = None,
     **how: Any,
@@ -316,4 +316,4 @@ _OF_WAY = ("amp", "optimizer", "scaler", "accumulate")
 
 
 def _way(how: dict[str, Any]) -> Way:
-    return Way(how.get("amp"), how.get("optimizer"), how.get("scaler", False))
+    return Way(amp_name(how.get("amp")), how.get("optimizer"), how.get("scaler", False))

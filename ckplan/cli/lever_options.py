@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -15,24 +14,17 @@ if TYPE_CHECKING:
     from ckplan.simulating.moving import Link
 
 
-class Lever(str, Enum):
-    """What plans may do besides recomputation; as ``ckplan.solving.solve.LEVERS``."""
-
-    TILES = "tiles"
-    CLOSE = "close"
-    GROUPS = "groups"
-
-
 @dataclass(frozen=True)
 class LeverOptions:
     """What a plan may do besides recomputation."""
 
     allow: Annotated[
-        list[Lever] | None,
+        list[str] | None,
         typer.Option(
+            metavar="LEVERS",
             help="tiles: head and loss, MLPs, attentions, norms may run so; close: "
             "also where that rounds gradients in another place; groups: the optimizer "
-            "may update groups of parameters."
+            "may update groups of parameters. Several are joined by commas.",
         ),
     ] = None
     offload: Annotated[
@@ -57,11 +49,9 @@ class LeverOptions:
         Raises:
             CkplanError: They do not go together.
         """
-        from ckplan.solving.solve import check_allowed
+        from ckplan.solving.levers import allowed_levers
 
-        found = [one.value for one in self.allow or ()]
-        check_allowed(found)
-        return found
+        return allowed_levers(self.allow or ())
 
     def link(self, graph: Graph, gpu: str | None) -> Link | None:
         """The way to a disk or the host; None without offload.

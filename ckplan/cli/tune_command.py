@@ -60,7 +60,7 @@ def tune(
         bool, typer.Option("--tokens", help="Show tokens per second.")
     ] = False,
     allow: Annotated[
-        str | None,
+        list[str] | None,
         typer.Option(
             metavar="LEVERS",
             help="What else may be tried, joined by commas: bf16, fp16, pure-bf16, "
@@ -111,7 +111,7 @@ def tune(
     from ckplan.tuning.answer import plan_of
     from ckplan.tuning.settings import Way, levers_of
 
-    levers_of(Way(), allow or "", world_size or 1)
+    levers_of(Way(), allow or (), world_size or 1)
     limit: dict[str, Any] = {
         "budget": budget,
         "gpu": gpu,
@@ -124,7 +124,7 @@ def tune(
         if traced:
             found = _of_traces(sources, limit)
         else:
-            limit |= {"accumulate": step.accumulate, "allow": allow or ""}
+            limit |= {"accumulate": step.accumulate, "allow": allow or ()}
             limit["ranks"] = world_size or 1
             found = _of_workload(sources[0], step, source, seed, limit)
     print_report(tuned_json(found) if as_json else tuned_report(found))
@@ -169,7 +169,7 @@ def _are_traces(
     sources: Sequence[str],
     step: StepOptions,
     source: SourceOptions,
-    allowed: str | None,
+    allowed: list[str] | None,
 ) -> bool:
     """Whether the sources are traces, which take no options of the step."""
     if all(map(is_trace_file, sources)):

@@ -14,12 +14,12 @@ search, draws its trade-off, and simulates what frameworks do with the same leve
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
-from ckplan.errors import InfeasibleError, PlanError
+from ckplan.errors import CkplanError, InfeasibleError, PlanError, did_you_mean
 from ckplan.graph.graph import Graph
 from ckplan.graph.records import OUTSIDE_CALLS
 from ckplan.plan.region import TILES, Region
@@ -40,6 +40,47 @@ from ckplan.solving.tiled_rows import find_tileable_rows
 
 GROUPS = "groups"
 """The lever of updates in groups of parameters."""
+LEVERS = ("tiles", "close", GROUPS)
+"""What a plan may do besides recomputation, if it is allowed."""
+
+
+def split_levers(allow: str | Iterable[str]) -> list[str]:
+    """Names of levers, each once: several are a list, or joined by commas.
+
+    >>> split_levers(["tiles, close", "tiles", "groups"])
+    ['tiles', 'close', 'groups']
+    """
+    listed = [allow] if isinstance(allow, str) else allow
+    names = (name.strip() for text in listed for name in text.split(","))
+    return [*dict.fromkeys(filter(None, names))]
+
+
+def allowed_levers(allow: str | Iterable[str]) -> list[str]:
+    """The levers of a plan that are allowed, each once.
+
+    Raises:
+        CkplanError: One is unknown, or bits may be close and nothing would change them.
+    """
+    names = split_levers(allow)
+    for name in names:
+        if name not in LEVERS:
+            raise no_such_lever(name, LEVERS)
+    if "close" in names and "tiles" not in names:
+        raise CkplanError(
+            "cannot allow close bits alone",
+            needed="tiles, whose gradients may be rounded in another place",
+            hint="--allow tiles,close",
+        )
+    return names
+
+
+def no_such_lever(name: str, known: Sequence[str]) -> CkplanError:
+    """The error for a lever that is none of those known."""
+    return CkplanError(
+        f"cannot allow {name!r}: there is no such lever",
+        needed="one or more of these, joined by commas: " + ", ".join(known),
+        hint=f"--allow {did_you_mean(name, known) or known[0]}",
+    )
 
 
 def search_with(

@@ -16,7 +16,7 @@ from ckplan.plan.resolve import describe
 from ckplan.plan.workload import plan_workload
 from ckplan.simulating.moving import Link, is_on_gpu
 from ckplan.solving.card_memory import card_bytes
-from ckplan.solving.levers import GROUPS, search_with
+from ckplan.solving.levers import GROUPS, allowed_levers, search_with
 from ckplan.solving.memory_limit import MemoryLimit
 from ckplan.solving.offloading import behind_host, host_rate
 from ckplan.solving.planner import Planner
@@ -25,8 +25,6 @@ from ckplan.solving.solution import FrontierPoint, Solution
 
 GOALS = (None, "min-memory", "knee")
 METHODS = ("chain", "milp")
-LEVERS = ("tiles", "close", GROUPS)
-"""What a plan may do besides recomputation, if it is allowed."""
 
 
 def solve(graph: Graph, budget_bytes: int) -> Solution:
@@ -59,7 +57,7 @@ def solve_plan(
     goal: str | None = None,
     method: str = "chain",
     time_limit: float = 60.0,
-    allow: Collection[str] = (),
+    allow: str | Collection[str] = (),
     spill_rate: str | float | Link | None = None,
     offload: str | None = None,
 ) -> Plan:
@@ -85,13 +83,14 @@ def solve_plan(
         method: ``"chain"``, or ``"milp"`` for a tighter bound by integer programming
             (small graphs; needs the extra ``milp``).
         time_limit: Seconds that ``"milp"`` may take.
-        allow: ``["tiles"]``: the head and its loss may run in tiles, without the
+        allow: ``"tiles"``: the head and its loss may run in tiles, without the
             logits, and MLPs and attentions, without their hidden values and scores. For
             a budget, a card, or the least memory. With ``"close"``, too: also a head
             whose 16-bit logits are not cast to float32, and others whose gradients
             tiles round in another place; the plan says ``bits: close``. ``"groups"``:
             the optimizer may update groups of parameters, one after the other; then the
-            plan's ``workload`` says so, and ``update_in_groups`` does it.
+            plan's ``workload`` says so, and ``update_in_groups`` does it. Several are
+            a list, or joined by commas.
         spill_rate: A disk that activations may move to, ``ckplan.spill_link("/tmp")``,
             or its bytes per second, such as ``"2GB"``, for copies that take nothing
             from the processor; on a GPU, of the way to host memory, each way. For a
@@ -201,7 +200,7 @@ def add_exact_bound(
 def find(
     planner: Planner,
     objective: Objective,
-    allow: Collection[str] = (),
+    allow: str | Collection[str] = (),
     link: Link | None = None,
 ) -> Solution:
     """Find the plan of an objective.
@@ -213,6 +212,7 @@ def find(
         link: The way of copies, if values may move.
     """
     limit = limit_of_objective(planner, objective)
+    allow = allowed_levers(allow)
     if allow or link is not None:
         _check_levers(allow, objective, limit)
         search = search_with(planner, allow=allow, link=link)
@@ -260,31 +260,9 @@ def parse_rate(rate: str | float) -> float:
     return found
 
 
-def check_allowed(allow: Collection[str]) -> None:
-    """Check names of levers.
-
-    Raises:
-        CkplanError: One is unknown, or bits may be close and nothing would change them.
-    """
-    unknown = [one for one in allow if one not in LEVERS]
-    if unknown or isinstance(allow, str):
-        raise CkplanError(
-            f"cannot allow {allow if isinstance(allow, str) else unknown[0]!r}",
-            needed=f"a list with {' or '.join(LEVERS)}",
-            hint="ckplan.solve(graph, budget='12GiB', allow=['tiles'])",
-        )
-    if "close" in allow and "tiles" not in allow:
-        raise CkplanError(
-            "cannot allow close bits alone",
-            needed="tiles, whose gradients may be rounded in another place",
-            hint="--allow tiles --allow close",
-        )
-
-
 def _check_levers(
     allow: Collection[str], objective: Objective, limit: MemoryLimit | None
 ) -> None:
-    check_allowed(allow)
     if limit is None and objective.goal != "min-memory":
         what = "plan to offload" if not allow else "choose tiles"
         what = "choose groups" if {*allow} == {GROUPS} else what

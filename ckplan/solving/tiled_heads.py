@@ -68,5 +68,5 @@ def _other_bits(graph: Graph, call: int, tiles: Tiles, found: HeadOps) -> PlanEr
         f"cannot tile {graph.calls[call]}: its logits have 16 bits and are not "
         "cast to float32, so that tiles give other bits",
         needed="a cast to float32 before F.cross_entropy",
-        hint="logits.float(), or --allow tiles --allow close",
+        hint="logits.float(), or --allow tiles,close",
     )

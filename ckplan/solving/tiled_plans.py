@@ -66,7 +66,7 @@ def _nothing_to_tile(graph: Graph, head: PlanError) -> PlanError:
         f"{head.what}; and tiles of rows give other bits in {len(differences)} MLPs, "
         f"norms or attentions, by up to {max(differences):.1e} of the largest value",
         needed=f"{head.needed}; or permission to round in another place",
-        hint="--allow tiles --allow close",
+        hint="--allow tiles,close",
     )
 
 

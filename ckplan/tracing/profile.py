@@ -44,7 +44,7 @@ from ckplan.training.free_memory import empty_cache_after
 from ckplan.training.loading import WorkloadSpec
 from ckplan.training.randomness import seed_everything
 from ckplan.training.remembered import describe_workload
-from ckplan.training.step import DEFAULT_TRAINING, Training
+from ckplan.training.step import DEFAULT_TRAINING, Training, amp_name
 from ckplan.training.workload import (
     Workload,
     as_workload,
@@ -120,7 +120,7 @@ def profile(
     step: Callable[[nn.Module, Any], torch.Tensor] | None = None,
     loss: Callable[[Any, Any], torch.Tensor] | None = None,
     optimizer: str | None = None,
-    amp: str | None = None,
+    amp: str | torch.dtype | None = None,
     accumulate: int = 1,
     device: str | None = None,
     clip: float | None = None,
@@ -152,7 +152,7 @@ def profile(
         optimizer: ``adamw`` by default; ``adam``, ``sgd``, ``momentum``,
             ``adafactor``, ``adamw8bit`` or ``none``. With ``:foreach``, ``:fused`` or
             ``:single`` that implementation of torch, instead of torch's default.
-        amp: ``bf16`` or ``fp16``: forward and loss run under autocast.
+        amp: ``bf16``, ``fp16`` or its dtype: forward and loss run under autocast.
         accumulate: Backwards per optimizer step; the last one is profiled.
         device: The device that the step is planned for; by default the model's device,
             or ``cuda`` if a card is named. ``cuda`` needs no GPU.
@@ -194,7 +194,7 @@ def profile(
     place = find_target(device or (here if gpu is None else "cuda"), gpu, host)
 
     build = partial(copied, workload)
-    training = Training(optimizer, amp, accumulate, clip, scaler)
+    training = Training(optimizer, amp_name(amp), accumulate, clip, scaler)
     with left_as_it_is(place):
         graph = _profile(
             build, training, place, fresh, replay, check, in_step, progress

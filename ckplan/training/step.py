@@ -28,6 +28,17 @@ from ckplan.training.workload import Workload
 AMP = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
+def amp_name(amp: str | torch.dtype | None) -> str | None:
+    """What options call a type of autocast; what is none stays as it is.
+
+    >>> amp_name(torch.bfloat16), amp_name("fp16"), amp_name(None)
+    ('bf16', 'fp16', None)
+    """
+    if not isinstance(amp, torch.dtype):
+        return amp
+    return next((name for name, dtype in AMP.items() if dtype == amp), str(amp))
+
+
 @dataclass(frozen=True, slots=True)
 class Training:
     """Training options that the workload does not define itself.

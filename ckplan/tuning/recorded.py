@@ -37,7 +37,7 @@ def tune_recorded(
     expandable: bool = False,
     accumulate: int = 1,
     total_batch: int | None = None,
-    allow: Sequence[str] = (),
+    allow: str | Sequence[str] = (),
     ranks: int = 1,
     tokens: bool = False,
     tell: Callable[[str], None] = lambda what: None,

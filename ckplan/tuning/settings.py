@@ -10,14 +10,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ckplan.errors import CkplanError, did_you_mean
+from ckplan.errors import CkplanError
 from ckplan.graph.graph import Graph
 from ckplan.graph.grouped_updates import group_size
 from ckplan.graph.sharding import SCHEMES, Communication
 from ckplan.plan.region import Region
 from ckplan.simulating.extra_work import NO_EXTRA_WORK, ExtraWork
-from ckplan.solving.solve import LEVERS as PLAN_LEVERS
-from ckplan.solving.solve import check_allowed
+from ckplan.solving.levers import LEVERS as PLAN_LEVERS
+from ckplan.solving.levers import allowed_levers, no_such_lever, split_levers
 
 SAME, CLOSE, CHANGES = "same", "close", "changes"
 """Results of training: bit for bit, up to rounding, or other ones."""
@@ -174,29 +174,25 @@ host; only with ``--allow``. Schemes of ``graph.sharding`` are further ones."""
 NAMES = (*ALLOWED, *SCHEMES)
 
 
-def levers_of(way: Way, allow: Iterable[str], ranks: int = 1) -> tuple[Lever, ...]:
+def levers_of(
+    way: Way, allow: str | Iterable[str], ranks: int = 1
+) -> tuple[Lever, ...]:
     """The levers that may change a way: kernels of its optimizer, and allowed ones.
 
     Args:
         way: How the step trains.
-        allow: Names of further levers; a text joins them by commas.
+        allow: Names of further levers; several are a list, or joined by commas.
         ranks: How many processes there are to shard over.
 
     Raises:
         CkplanError: A name is not one of ``NAMES``, or ranks and schemes to shard do
             not go together.
     """
-    listed = allow.split(",") if isinstance(allow, str) else allow
-    names = [*dict.fromkeys(name.strip() for name in listed if name.strip())]
+    names = split_levers(allow)
     for name in names:
         if name not in NAMES:
-            near = did_you_mean(name, NAMES)
-            raise CkplanError(
-                f"cannot allow {name!r}: there is no such lever",
-                needed="one or more of these, joined by commas: " + ", ".join(NAMES),
-                hint=f"--allow {near or 'bf16'}",
-            )
-    check_allowed([name for name in names if name in PLAN_LEVERS])
+            raise no_such_lever(name, NAMES)
+    allowed_levers(name for name in names if name in PLAN_LEVERS)
     schemes = [name for name in names if name in SCHEMES]
     if bool(schemes) != (ranks > 1):
         found = f"{ranks} ranks without a scheme to shard over them"

@@ -61,7 +61,7 @@ class Tuning:
         rows: int,
         accumulate: int = 1,
         total: int | None = None,
-        allow: Sequence[str] = (),
+        allow: str | Sequence[str] = (),
         ranks: int = 1,
         tell: Tell = lambda what: None,
     ) -> None:

@@ -38,7 +38,7 @@ from ckplan.training.loading import WorkloadSpec
 from ckplan.training.optimizers import step_counts
 from ckplan.training.randomness import seed_everything
 from ckplan.training.remembered import complete
-from ckplan.training.step import DEFAULT_TRAINING, Training, make_step
+from ckplan.training.step import DEFAULT_TRAINING, Training, amp_name, make_step
 from ckplan.training.workload import Workload
 from ckplan.units import in_blocks
 from ckplan.verifying.outcome import AbstractOutcome, outcome_fields
@@ -91,7 +91,7 @@ def dry_run(
     plan: Plan | str | Path | None = None,
     *,
     optimizer: str | None = None,
-    amp: str | None = None,
+    amp: str | torch.dtype | None = None,
     accumulate: int = 1,
     clip: float | None = None,
     scaler: bool = False,
@@ -108,7 +108,7 @@ def dry_run(
         plan: What to verify, or the path of its file; None compares the workload with
             itself.
         optimizer: Name of the optimizer, as for ``verify``.
-        amp: ``bf16`` or ``fp16``: forward and loss run under autocast.
+        amp: ``bf16``, ``fp16`` or its dtype: forward and loss run under autocast.
         accumulate: Backwards before the optimizer takes a step.
         clip: Largest norm of all gradients together: ``clip_grad_norm_``.
         scaler: Whether the loss goes through a gradient scaler.
@@ -125,7 +125,7 @@ def dry_run(
             tensors.
     """
     plan = as_plan(plan)
-    given = Training(optimizer, amp, accumulate, clip, scaler)
+    given = Training(optimizer, amp_name(amp), accumulate, clip, scaler)
     spec, training, seed = complete(spec, given, seed, plan)
     return dry_run_workload(
         spec.load(),

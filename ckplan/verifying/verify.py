@@ -8,6 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+
 from ckplan.applying.regions import mover_for
 from ckplan.errors import CkplanError, WorkloadError
 from ckplan.plan.file import as_plan
@@ -21,7 +23,7 @@ from ckplan.solving.menu import Menus
 from ckplan.tracing.target import find_target
 from ckplan.training.loading import WorkloadSpec
 from ckplan.training.remembered import ScriptSpec, untold, workload_or_script
-from ckplan.training.step import Training
+from ckplan.training.step import Training, amp_name
 from ckplan.verifying.closeness import (
     Reference,
     bits_notes,
@@ -129,7 +131,7 @@ def verify(
     plan: Plan | str | Path | None = None,
     *,
     optimizer: str | None = None,
-    amp: str | None = None,
+    amp: str | torch.dtype | None = None,
     accumulate: int = 1,
     clip: float | None = None,
     scaler: bool = False,
@@ -154,7 +156,7 @@ def verify(
             itself.
         optimizer: ``adamw``, ``adam``, ``sgd``, ``momentum``, ``adafactor``, ``none``
             or ``own``; by default the workload's own optimizer, else AdamW.
-        amp: ``bf16`` or ``fp16``: forward and loss run under autocast.
+        amp: ``bf16``, ``fp16`` or its dtype: forward and loss run under autocast.
         accumulate: Backwards before the optimizer takes a step.
         clip: Largest norm of all gradients together: ``clip_grad_norm_``.
         scaler: Whether the loss goes through a gradient scaler.
@@ -181,7 +183,7 @@ def verify(
     """
     alone = plan is None and Path(str(spec)).suffix in PLAN_SUFFIXES
     spec, plan = (None, as_plan(spec)) if alone else (spec, as_plan(plan))
-    training = Training(optimizer, amp, accumulate, clip, scaler)
+    training = Training(optimizer, amp_name(amp), accumulate, clip, scaler)
     workload, training, seed = workload_or_script(spec, training, seed, plan)
     is_script = isinstance(workload, ScriptSpec)
     tell = progress or (lambda what, done, total: None)

@@ -225,3 +225,8 @@ def test_commands_take_the_levers(run: Run, folder: Path) -> None:
         assert run(command, trace, "--offload", "host").code == 1
         ended = run(command, trace, "--allow", "close")
         assert ended.code == 1 and "close bits alone" in ended.err
+    joined = run("frontier", trace, "--points", "2", "--allow", "tiles,close", "--json")
+    twice = ("--allow", "close", "--allow", "tiles")
+    assert run("frontier", trace, "--points", "2", *twice, "--json").out == joined.out
+    ended = run("frontier", trace, "--allow", "tiels,close")
+    assert ended.code == 1 and "--allow tiles" in ended.err

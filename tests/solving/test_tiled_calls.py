@@ -252,7 +252,7 @@ def test_close_tiles_need_to_be_allowed_and_state_their_difference() -> None:
         ckplan.solve(far, goal="min-memory", allow=["tiles"])
     assert "tiles of rows give other bits in 2 MLPs" in refused.value.what
     assert "by up to 2.0e-06 of the largest value" in refused.value.what
-    assert refused.value.hint == "--allow tiles --allow close"
+    assert refused.value.hint == "--allow tiles,close"
     plan = ckplan.solve(far, goal="min-memory", allow=["tiles", "close"])
     assert tiled(plan) == [("[1..2].mlp", RowTiles(8, 8, CLOSE_BITS, 2e-6))]
     promised = replace(

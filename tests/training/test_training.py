@@ -127,8 +127,11 @@ def test_a_gpu_wants_memory_in_several_words(text: str) -> None:
 
 def test_a_trace_remembers_how_it_was_trained() -> None:
     workload = build()
-    graph = ckplan.profile(workload.model, workload.batch, amp="bf16", accumulate=2)
-    assert graph.options == {"optimizer": "default", "amp": "bf16", "accumulate": 2}
+    for amp in ("bf16", torch.bfloat16):
+        graph = ckplan.profile(workload.model, workload.batch, amp=amp, accumulate=2)
+        assert graph.options == {"optimizer": "default", "amp": "bf16", "accumulate": 2}
+    with pytest.raises(WorkloadError, match=r"under autocast to 'torch\.int8'"):
+        ckplan.profile(workload.model, workload.batch, amp=torch.int8)
 
 
 def test_adam_in_8_bits_has_two_bytes_per_parameter() -> None:
