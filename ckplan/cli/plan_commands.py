@@ -206,8 +206,8 @@ def _show_solution(
 ) -> None:
     """Print the report of a plan, and a warning if it may not fit on a card."""
     from ckplan.report.plans import solution_json, solution_report
-    from ckplan.report.reserved import fragmentation_warning
     from ckplan.simulating.allocations import reserved_on_card
+    from ckplan.solving.reserved_limit import SETTING, room_warning
 
     timeline = solution.timeline
     reserved = reserved_on_card(timeline)
@@ -219,12 +219,11 @@ def _show_solution(
     )
     if reserved is None:
         return
-    whole_bytes = solution.limit.bytes + reserve_bytes
-    warning = fragmentation_warning(timeline, whole_bytes, expandable=expandable)
+    warning = room_warning(solution, reserve_bytes, asked=expandable)
     if warning:
-        print_message(warning)
+        print_message(f"warning: {warning}")
     elif expandable:
-        print_message("the plan needs PYTORCH_ALLOC_CONF=expandable_segments:True")
+        print_message(f"the plan needs {SETTING}")
     elif solution.fragmentation_bytes:
         print_message("--expandable-segments lowers fragmentation, if they are on")
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ckplan import units
-from ckplan.simulating.allocations import Reserved, has_room
-from ckplan.simulating.simulate import Timeline
+from ckplan.simulating.allocations import Reserved
 
 
 def reserved_facts(reserved: Reserved | None) -> list[tuple[str, str]]:
@@ -32,16 +31,3 @@ def reserved_json(reserved: Reserved | None) -> dict[str, Any]:
         "reserved_peak_bytes_expandable_segments",
     )
     return dict(zip(keys, values, strict=True))
-
-
-def fragmentation_warning(
-    timeline: Timeline, room_bytes: int, *, expandable: bool
-) -> str:
-    """Advice if the allocator fails within ``room_bytes``; "" if it fits."""
-    if has_room(timeline, room_bytes, expandable=expandable):
-        return ""
-    fails = "warning: PyTorch's allocator runs out of memory in"
-    fails += f" {units.format_bytes(room_bytes)}"
-    if has_room(timeline, room_bytes, expandable=True):
-        return f"{fails}: set PYTORCH_ALLOC_CONF=expandable_segments:True"
-    return f"{fails}: a larger --reserve leaves room for fragmentation"

@@ -7,13 +7,17 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Protocol
 
+from ckplan import units
+from ckplan.simulating.allocations import has_room
 from ckplan.simulating.caching_allocator import LARGE_SEGMENT_BYTES, SMALL_SEGMENT_BYTES
+from ckplan.simulating.moving import is_on_gpu
 from ckplan.simulating.simulate import Timeline
 from ckplan.solving.memory_limit import MemoryLimit
 from ckplan.solving.planner import Planner
 from ckplan.solving.replays import ReplayedPlan
 from ckplan.solving.solution import Solution
 
+SETTING = "PYTORCH_ALLOC_CONF=expandable_segments:True"
 _SPARE_SHARE = 100
 _FIRST_SHARE = 64  # divisor of the limit: first size left for gaps
 _FINEST_SHARE = 128  # divisor of the limit: final precision of that size
@@ -86,6 +90,31 @@ def plan_within(planner: Plans, limit: MemoryLimit) -> ReplayedPlan | None:
         return None
     found = planner.within(budget_within(planner, limit))
     return found if found is not None and limit.allows(found[0]) else None
+
+
+def room_warning(solution: Solution, reserve_bytes: int, *, asked: bool) -> str:
+    """What a plan needs for PyTorch's allocator to have room for it; "" if nothing.
+
+    Args:
+        solution: The plan.
+        reserve_bytes: What its budget leaves of the memory: for gaps, unless it is
+            that of a card.
+        asked: Whether expandable segments were asked for.
+    """
+    timeline, limit = solution.timeline, solution.limit
+    if not is_on_gpu(timeline.graph):
+        return ""
+    room_bytes = limit.bytes + (0 if limit.of_reserved else reserve_bytes)
+    if has_room(timeline, room_bytes, expandable=limit.expandable):
+        needs = limit.expandable and not asked
+        return f"no plan leaves room for gaps: this one needs {SETTING}" * needs
+    fails = "PyTorch's allocator runs out of memory in "
+    fails += units.format_bytes(room_bytes)
+    if has_room(timeline, room_bytes, expandable=True):
+        return f"{fails}: set {SETTING}"
+    if limit.of_reserved:
+        return f"{fails}, and no plan leaves room for its gaps: a smaller batch does"
+    return f"{fails}: a larger --reserve leaves room for fragmentation"
 
 
 def with_spare_segment(limit: MemoryLimit) -> MemoryLimit:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Protocol, TypeVar
 
 from ckplan.errors import InfeasibleError
@@ -26,6 +27,23 @@ class Search(Protocol):
 
     def solve(self, limit: MemoryLimit) -> Solution:
         """Find the cheapest plan within a limit."""
+
+
+def solve_with_room(search: Search, limit: MemoryLimit) -> Solution:
+    """The cheapest plan within a limit, where PyTorch's allocator has room for it.
+
+    If no plan leaves room for the gaps of a card's segments, but one fits with
+    expandable segments, that one; the limit of the solution says so.
+
+    Raises:
+        InfeasibleError: Not even the tensors fit.
+    """
+    found = search.solve(limit)
+    if limit.expandable or limit.allows(found.timeline):
+        return found
+    wider = replace(limit, expandable=True)
+    other = search.solve(wider)
+    return other if wider.allows(other.timeline) else found
 
 
 def solve_each(

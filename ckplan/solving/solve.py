@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,7 +21,8 @@ from ckplan.solving.levers import GROUPS, allowed_levers, search_with
 from ckplan.solving.memory_limit import MemoryLimit
 from ckplan.solving.offloading import behind_host, host_rate
 from ckplan.solving.planner import Planner
-from ckplan.solving.reserved_limit import solve_within_limit
+from ckplan.solving.reserved_limit import room_warning
+from ckplan.solving.search import solve_with_room
 from ckplan.solving.solution import FrontierPoint, Solution
 
 GOALS = (None, "min-memory", "knee")
@@ -105,6 +107,10 @@ def solve_plan(
             is passed, one cannot be parsed, a reserve is passed without a budget, or
             the graph was profiled for another card or the CPU.
         InfeasibleError: No plan found fits; the floor and its owner are named.
+
+    Warns:
+        UserWarning: On a card, PyTorch's allocator has no room for the plan, or only
+            with expandable segments, which were not asked for.
     """
     graph = trace_file.step_of(graph)
     if method not in METHODS:
@@ -129,6 +135,9 @@ def solve_plan(
     )
     planner = Planner(graph)
     solution = find(planner, objective, allow, _link(graph, spill_rate, offload, gpu))
+    warning = room_warning(solution, reserve_bytes, asked=expandable_segments)
+    if warning and solution.limit.of_reserved:  # a budget is of tensors alone
+        warnings.warn(warning, stacklevel=2)
     if method == "milp":
         solution = add_exact_bound(planner, solution, time_limit)
     return to_plan(graph, solution)
@@ -215,10 +224,9 @@ def find(
     allow = allowed_levers(allow)
     if allow or link is not None:
         _check_levers(allow, objective, limit)
+    if limit is not None or allow or link is not None:
         search = search_with(planner, allow=allow, link=link)
-        return search.solve(limit or MemoryLimit(search.floor_bytes))
-    if limit is not None:
-        return solve_within_limit(planner, limit)
+        return solve_with_room(search, limit or MemoryLimit(search.floor_bytes))
     if objective.max_overhead is not None:
         return planner.least_memory(objective.max_overhead)
     if objective.goal == "knee":

@@ -262,6 +262,24 @@ def test_expandable_segments_leave_fewer_gaps_and_must_be_set(trace: Graph) -> N
         ckplan.solve(trace, "14GiB", expandable_segments=True)
 
 
+def test_a_plan_that_fits_with_expandable_segments_alone_says_so(trace: Graph) -> None:
+    floor = Planner(trace).floor.peak_bytes
+    for gap_bytes, expandable in ((300 * MIB, True), (20 * MIB, False)):
+        objective = Objective(gpu="T4", reserve_bytes=T4 - floor - gap_bytes)
+        found = find(Planner(trace), objective)
+        assert found.limit.expandable == expandable
+        assert found.limit.allows(found.timeline) == expandable
+        argv = ("--gpu", "T4", "--reserve", str(objective.reserve_bytes))
+        ended = run(*argv)
+        assert ended.exit_code == 0
+        wish = "no plan leaves room for"
+        wish += " gaps: this one needs PYTORCH_ALLOC_CONF=" if expandable else " its gaps"
+        assert wish in ended.stderr
+        with pytest.warns(UserWarning, match=wish):
+            plan = ckplan.solve(trace, gpu="T4", reserve=objective.reserve_bytes)
+        assert plan == ckplan.load_plan("plan.yaml")
+
+
 def test_what_would_do_in_place_of_a_plan_is_said_with_its_price(trace: Graph) -> None:
     del trace
     fixed = json.loads(run("--gpu", "T4", "--json").stdout)
