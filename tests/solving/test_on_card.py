@@ -272,8 +272,8 @@ def test_a_plan_that_fits_with_expandable_segments_alone_says_so(trace: Graph) -
         argv = ("--gpu", "T4", "--reserve", str(objective.reserve_bytes))
         ended = run(*argv)
         assert ended.exit_code == 0
-        wish = "no plan leaves room for"
-        wish += " gaps: this one needs PYTORCH_ALLOC_CONF=" if expandable else " its gaps"
+        needs = "gaps: this one needs PYTORCH_ALLOC_CONF="
+        wish = f"no plan leaves room for {needs if expandable else 'its gaps'}"
         assert wish in ended.stderr
         with pytest.warns(UserWarning, match=wish):
             plan = ckplan.solve(trace, gpu="T4", reserve=objective.reserve_bytes)
