@@ -215,7 +215,7 @@ def _practices(search: WaySearch, limit: MemoryLimit) -> Iterator[_Contestant]:
         one = search.setting(largest, planned=False)
         assert one is not None
         yield _contestant("no plan", one, search.graph_at(largest))
-    plans = search.planner_at(max(largest, 1)).standard_baselines.plans
+    plans = search.planner_at(max(largest, 1)).standard_baselines.every_call
     for name, step in (("every layer", 1), ("every second layer", 2)):
         for _, layers in plans:
             regions = layers[::step]

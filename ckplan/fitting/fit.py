@@ -213,13 +213,14 @@ class _Asked:
         how = AS_IT_IS if overhead == 0.0 else WITH_A_PLAN
         if overhead is None:
             how = NOT if planned is None else SMALLER_BATCH if planned else AT_NO_BATCH
+        needed = self._needed(limit, planned=False)
         return CardFit(
             name,
             limit.bytes,
-            self._needed(limit, planned=False),
+            needed,
             how,
             overhead,
-            self._needed(limit, planned=True),
+            min(needed, self._needed(limit, planned=True)),  # it has gaps, too
             largest,
             planned,
             uncertain=tuple(estimated(self._batches.graph, card)) if card else (),
@@ -238,7 +239,9 @@ class _Asked:
     ) -> list[Remedy]:
         gaps = answer.least_bytes - self._planned.peak_bytes
         graph = self._batches.graph
-        found = remedies(graph, self._cheapest_smallest, limit.bytes - gaps)
+        every = [plan for _, plan in self.planner.standard_baselines.every_call]
+        room = limit.bytes - gaps
+        found = remedies(graph, self._cheapest_smallest, room, others=every)
         if answer.how == SMALLER_BATCH and answer.largest_planned:
             rows = answer.largest_planned
             smaller = self._timeline(rows, planned=True)

@@ -6,11 +6,13 @@ counts as its storage.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+_PRINTED = re.compile(r"(\w+)\[([\d,]*)\]")
 _BITS = re.compile(r"\d+")  # of an element, in the name of its type
 MEASURED = "measured"
 """Default source of the seconds of a step (``RecordedStep.costs``)."""
@@ -95,6 +97,23 @@ class TensorType(NamedTuple):
         """
         bits = _BITS.search(self.dtype)
         return max(int(bits.group()) // 8, 1) if bits else 1
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all elements."""
+        return math.prod(self.shape) * self.item_bytes
+
+    @classmethod
+    def parse(cls, text: str) -> TensorType | None:
+        """Read what ``str`` printed; None if it did not.
+
+        >>> TensorType.parse("float32[8,1024]"), TensorType.parse("8 x 1024")
+        (TensorType(dtype='float32', shape=(8, 1024)), None)
+        """
+        found = _PRINTED.fullmatch(text)
+        if found is None:
+            return None
+        return cls(found[1], tuple(map(int, filter(None, found[2].split(",")))))
 
 
 @dataclass(frozen=True, slots=True)

@@ -194,7 +194,7 @@ def _budget_rows(
     return [
         ("budget", limit),
         ("peak", f"during {after.peak_at}; unplanned, during {before.peak_at}"),
-        *reserved_facts(reserved),
+        *reserved_facts(reserved, solution.limit, after),
         *_engine(after),
         *_extra_rows(solution),
         *tiles_rows(solution, plan),

@@ -8,6 +8,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 
 from ckplan import units
+from ckplan.graph.caches import held_caches
 from ckplan.graph.graph import Graph
 from ckplan.graph.records import BEFORE_STEP, KINDS, OUTSIDE_CALLS
 from ckplan.report.hazards import hazard_json, hazards_table
@@ -26,7 +27,7 @@ from ckplan.report.tables import add_row, key_value_table, make_table, section, 
 from ckplan.simulating.alive import Alive, peak_tensors
 from ckplan.simulating.allocations import Reserved
 from ckplan.simulating.simulate import Timeline
-from ckplan.solving.remedies import cache_remedy, held_caches
+from ckplan.solving.remedies import cache_remedy
 
 _MOST_ROWS = 16
 _MOST_AT_PEAK = 4

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
+from ckplan.graph.caches import held_caches, without_caches
 from ckplan.solving.memory_limit import MemoryLimit
 from ckplan.solving.planner import Planner
 from ckplan.solving.remedies import (
@@ -12,9 +13,7 @@ from ckplan.solving.remedies import (
     Remedy,
     by_cost,
     cache_remedy,
-    held_caches,
     remedies,
-    without_caches,
 )
 from ckplan.solving.replays import ReplayedPlan
 from ckplan.solving.reserved_limit import plan_within

@@ -18,6 +18,7 @@ from ckplan.plan.region import RERUN, Region
 from ckplan.simulating.simulate import Simulator, Timeline
 from ckplan.solving.memory_limit import MemoryLimit
 from ckplan.solving.menu import Menus
+from ckplan.solving.replays import ReplayedPlan
 from ckplan.solving.solution import Baseline
 
 _T = TypeVar("_T")
@@ -71,17 +72,28 @@ class StandardBaselines:
         ]
         self._unplanned = unplanned
         self._segmented = [
-            simulator.run(plan) for plan in _chen(simulator, menus, layers)
+            (simulator.run(plan), plan) for plan in _chen(simulator, menus, layers)
+        ]
+        built = (_built(plan) for _, plan in self._segmented)
+        self._built = [
+            (simulator.run(plan), plan)
+            for plan in dict.fromkeys(built)
+            if all(can_recompute(simulator, region) for region in plan)
         ]
         every_call = tuple(Region(layer, RERUN) for layer in layers)
-        self.plans = [(simulator.run(every_call), every_call)] if layers else []
+        self.every_call = [(simulator.run(every_call), every_call)] if layers else []
+        """Every layer on its own, with its timeline; empty without layers."""
+
+    @property
+    def plans(self) -> list[ReplayedPlan]:
         """The strategies that are plans, with their timelines."""
+        return [*self.every_call, *self._built]
 
     def baselines(self, limit: MemoryLimit) -> tuple[Baseline, ...]:
         """Baselines "none", "every call" and "chen" (the best of its limits)."""
         found = [("none", self._unplanned)]
-        for every_call, _ in self.plans:
-            segmented = self._segmented or [self._unplanned]
+        for every_call, _ in self.every_call:
+            segmented = [line for line, _ in self._segmented] or [self._unplanned]
             best = cheapest_or_smallest(segmented, limit, lambda timeline: timeline)
             found += ("every call", every_call), ("chen", best)
         return tuple(Baseline.of(name, timeline, limit) for name, timeline in found)
@@ -99,6 +111,11 @@ def cheapest_or_smallest(
     fitting = (one for one in by_cost if limit.allows(timeline_of(one)))
     smallest = min(by_cost, key=lambda one: timeline_of(one).peak_bytes)
     return next(fitting, smallest)
+
+
+def _built(plan: Iterable[Region]) -> tuple[Region, ...]:
+    """The same segments op by op: runs of calls are not rerun as modules."""
+    return tuple(r if r.last is None else Region(r.call, last=r.last) for r in plan)
 
 
 def can_recompute(simulator: Simulator, region: Region) -> bool:
@@ -142,7 +159,7 @@ def min_regions_to_fit(
 
 def _chen(
     simulator: Simulator, menus: Menus, layers: Sequence[int]
-) -> Iterator[list[Region]]:
+) -> Iterator[tuple[Region, ...]]:
     """Segments by Algorithm 3 of Chen et al., for several of its budgets ``b``.
 
     T. Chen, B. Xu, C. Zhang, C. Guestrin, "Training Deep Nets with Sublinear Memory
@@ -156,10 +173,10 @@ def _chen(
     for limit in limits[:: max(1, len(limits) // _MOST_LIMITS)]:
         tried[tuple(_segments(simulator.graph, layers, sizes, limit))] = None
     for segments in tried:
-        regions = [
+        regions = tuple(
             Region(first, RERUN, last=None if first == last else last)
             for first, last in segments[:-1]
-        ]
+        )
         if all(can_recompute(simulator, region) for region in regions):
             yield regions
 

@@ -75,7 +75,7 @@ class FloorSearch:
         if self.exhaustive_plans:
             return sorted(smallest, key=peak_of)
         search = LocalSearch(self._simulator, self.menus, self.units)
-        for _, regions in smallest:
+        for _, regions in [*smallest, *self.standard_baselines.plans]:
             search.offer(regions)
         return search.run()
 

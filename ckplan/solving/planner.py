@@ -14,7 +14,7 @@ from ckplan.solving.baselines import StandardBaselines
 from ckplan.solving.candidates import Candidate, Candidates, Rank
 from ckplan.solving.chain import ChainFrontier
 from ckplan.solving.memory_limit import MemoryLimit
-from ckplan.solving.remedies import remedies
+from ckplan.solving.remedies import Remedy, remedies
 from ckplan.solving.replays import ReplayedPlan, peak_of
 from ckplan.solving.solution import Floor, FrontierPoint, Solution
 from ckplan.solving.spaces import SearchSpaces
@@ -210,10 +210,15 @@ class Planner:
         least = f"{units.format_bytes(floor.peak_bytes)} ({floor.peak_bytes} B)"
         return f"at least {least}; in {floor.peak_at}, {'; '.join(floor.largest)}"
 
+    def remedies(self, budget_bytes: int) -> tuple[Remedy, ...]:
+        """What lowers the smallest peak, in order of cost, and whether it fits then."""
+        _, regions = self.smallest
+        others = [plan for _, plan in self.standard_baselines.every_call]
+        return remedies(self.graph, regions, budget_bytes, _floor_bytes, others)
+
     def remedies_within(self, budget_bytes: int) -> str:
         """What would make the step fit, in order of cost; empty if nothing is known."""
-        _, regions = self.smallest
-        found = remedies(self.graph, regions, budget_bytes, _floor_bytes)
+        found = self.remedies(budget_bytes)
         hints = [one for one in found if one.fits]
         start = "" if hints else "several changes together, as none alone is enough: "
         listed = "; or ".join(map(str, (hints or found)[:_MOST_HINTS]))

@@ -7,18 +7,24 @@ says that its bytes are about right.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TypeAlias
 
 from ckplan import units
 from ckplan.errors import PlanError
 from ckplan.graph.batch import batch_rows, is_of_batch
+from ckplan.graph.caches import held_caches, with_storages, without_caches
 from ckplan.graph.graph import Graph
 from ckplan.graph.grouped_updates import group_size, with_grouped_update
 from ckplan.graph.records import BEFORE_STEP, OUTSIDE_CALLS, Op, Storage, TensorType
-from ckplan.plan.region import Region
+from ckplan.plan.region import TILES, Region
 from ckplan.simulating.simulate import Simulator, Timeline
+from ckplan.solving.tiled_heads import find_tileable_head
+
+_Regions: TypeAlias = tuple[Region, ...]
+_PeakOf: TypeAlias = Callable[[Graph], int]
 
 SAME, CLOSE, CHANGES = "same", "close", "changes"
 BITS = (SAME, CLOSE, CHANGES)
@@ -27,7 +33,6 @@ BITS = (SAME, CLOSE, CHANGES)
 SMALLER = "a smaller batch, accumulated to the same total"
 _SMALLEST_SHARE = 0.02  # of the peak: what frees less is no remedy
 _CHUNKS = 8
-_FEWEST_CACHED = 4  # tensors of one type, which layers hand out until backward ends
 _SIXTEEN = ("float16", "bfloat16")
 
 
@@ -51,9 +56,10 @@ class Remedy:
 
 def remedies(
     graph: Graph,
-    regions: tuple[Region, ...],
+    regions: _Regions,
     limit_bytes: int | None = None,
-    floor_of: Callable[[Graph], int] | None = None,
+    floor_of: _PeakOf | None = None,
+    others: Sequence[_Regions] = (),
 ) -> tuple[Remedy, ...]:
     """What lowers the peak of the smallest plan, in order of cost.
 
@@ -64,15 +70,18 @@ def remedies(
         graph: The step.
         regions: Its smallest plan.
         limit_bytes: The limit on its tensors, to mark what fits.
-        floor_of: The least bytes of another step; by default those of the same plan.
+        floor_of: The least bytes of another step; by default those of these plans.
+        others: Further plans, which may be smaller with a change.
     """
     smallest = Simulator(graph).run(regions)
+    least = partial(_least_peak, plans=(regions, *others))
     found = [
-        *_caches(graph, floor_of or (lambda other: _peak(other, regions))),
-        *_smaller_batch(graph, regions, limit_bytes),
-        *_chunks(graph, regions),
-        *_grouped_update(graph, regions),
-        *_smaller_state(graph, regions),
+        *_caches(graph, floor_of or least),
+        *_smaller_batch(graph, least, limit_bytes),
+        *_head_in_tiles(graph, (regions, *others)),
+        *_chunks(graph, least),
+        *_grouped_update(graph, least),
+        *_smaller_state(graph, least),
         *_sixteen_bits(smallest),
     ]
     most = smallest.peak_bytes * (1 - _SMALLEST_SHARE)
@@ -88,43 +97,6 @@ def by_cost(one: Remedy) -> tuple[int, bool, float, int]:
     return BITS.index(one.bits), unknown, one.overhead or 0.0, one.peak_bytes
 
 
-def held_caches(graph: Graph) -> frozenset[int]:
-    """Tensors that layers hand out and the output holds until backward ends.
-
-    They are keys and values of a cache (``use_cache=True``), or hidden states: several
-    activations of one type, made by several calls, that not autograd alone holds.
-    """
-    of_type: dict[object, list[int]] = {}
-    for number, one in enumerate(graph.storages):
-        if _is_handed_out(graph, one):
-            of_type.setdefault((one.tensor, graph.ops[one.maker].name), []).append(
-                number
-            )
-    groups = [group for group in of_type.values() if len(group) >= _FEWEST_CACHED]
-    return frozenset(number for group in groups for number in group)
-
-
-def _is_handed_out(graph: Graph, one: Storage) -> bool:
-    if one.kind != "activation" or not 0 <= one.maker < graph.num_forward:
-        return False
-    call = graph.ops[one.maker].call
-    inside = call != OUTSIDE_CALLS and graph.calls[call].parent != OUTSIDE_CALLS
-    wide = one.tensor is not None and len(one.tensor.shape) >= 3
-    return inside and wide and one.last >= graph.backward_stop - 1
-
-
-def without_caches(graph: Graph) -> Graph:
-    """The step whose output does not hold what ``held_caches`` finds."""
-    caches = held_caches(graph)
-    last = {number: graph.storages[number].maker for number in caches}
-    for moment, op in enumerate(graph.ops[: graph.num_forward]):
-        last |= {number: moment for number in (*op.reads, *op.writes) if number in last}
-    return _with(
-        graph,
-        lambda number, one: replace(one, last=last[number]) if number in last else one,
-    )
-
-
 def cache_remedy(graph: Graph, caches: frozenset[int], peak_bytes: int) -> Remedy:
     """The row of ``use_cache=False``."""
     some = graph.storages[min(caches)]
@@ -137,26 +109,27 @@ def cache_remedy(graph: Graph, caches: frozenset[int], peak_bytes: int) -> Remed
     )
 
 
-def _caches(graph: Graph, floor_of: Callable[[Graph], int]) -> Iterator[Remedy]:
+def _caches(graph: Graph, floor_of: _PeakOf) -> Iterator[Remedy]:
     caches = held_caches(graph)
     if caches:
         yield cache_remedy(graph, caches, floor_of(without_caches(graph)))
 
 
-def _peak(graph: Graph, regions: tuple[Region, ...]) -> int:
-    return Simulator(graph).run(regions).peak_bytes
+def _least_peak(graph: Graph, plans: Sequence[_Regions]) -> int:
+    simulator = Simulator(graph)
+    return min(simulator.run(regions).peak_bytes for regions in plans)
 
 
 def _smaller_batch(
-    graph: Graph, regions: tuple[Region, ...], limit_bytes: int | None
+    graph: Graph, peak_of: _PeakOf, limit_bytes: int | None
 ) -> Iterator[Remedy]:
     """The largest part of the batch that fits; what the step makes shrinks with it."""
     rows = batch_rows(graph) or 1
     for parts in (2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128):
         if parts > rows:
             return
-        smaller = _with(graph, partial(_in_parts, parts, graph))
-        peak_bytes = Simulator(smaller).run(regions).peak_bytes
+        smaller = with_storages(graph, partial(_in_parts, parts, graph))
+        peak_bytes = peak_of(smaller)
         if limit_bytes is None or peak_bytes <= limit_bytes:
             yield Remedy(
                 SMALLER,
@@ -200,7 +173,7 @@ def _in_parts(parts: int, graph: Graph, number: int, one: Storage) -> Storage:
     return replace(one, bytes=-(-one.bytes // parts)) if grows else one
 
 
-def _chunks(graph: Graph, regions: tuple[Region, ...]) -> Iterator[Remedy]:
+def _chunks(graph: Graph, peak_of: _PeakOf) -> Iterator[Remedy]:
     """Cross entropy in chunks of tokens, for the logits and their gradients."""
     logits = _logits(graph)
     if logits is None:
@@ -214,9 +187,34 @@ def _chunks(graph: Graph, regions: tuple[Region, ...]) -> Iterator[Remedy]:
     yield Remedy(
         f"cross entropy in chunks of tokens: logits are {logits}",
         "a loss in chunks, such as Liger's or cut-cross-entropy",
-        Simulator(_with(graph, in_chunks)).run(regions).peak_bytes,
+        peak_of(with_storages(graph, in_chunks)),
         CLOSE,
         about=True,
+    )
+
+
+def _head_in_tiles(graph: Graph, plans: Sequence[_Regions]) -> Iterator[Remedy]:
+    """The head and its loss in tiles, where that leaves all bits as they are."""
+    try:
+        call, (tiles, *_) = find_tileable_head(graph)
+    except PlanError:
+        return
+    head, simulator = Region(call, TILES, tiles=tiles), Simulator(graph)
+    outside = (
+        [one for one in regions if not graph.is_within(call, one.call)]
+        for regions in plans
+    )
+    try:
+        lines = [simulator.run((*regions, head)) for regions in outside]
+    except PlanError:
+        return
+    line = min(lines, key=lambda one: one.peak_bytes)
+    yield Remedy(
+        "the head and its loss in tiles: no logits",
+        "--allow tiles",
+        line.peak_bytes,
+        SAME,
+        overhead=None if any(plans) else line.overhead,
     )
 
 
@@ -238,7 +236,7 @@ def _has_size(tensor: TensorType | None, logits: TensorType) -> bool:
     return math.prod(tensor.shape) == math.prod(logits.shape)
 
 
-def _grouped_update(graph: Graph, regions: tuple[Region, ...]) -> Iterator[Remedy]:
+def _grouped_update(graph: Graph, peak_of: _PeakOf) -> Iterator[Remedy]:
     """An update of fewer parameters at once, for the lists of ``foreach`` kernels."""
     size = group_size(graph)
     if size is None:
@@ -257,7 +255,7 @@ def _grouped_update(graph: Graph, regions: tuple[Region, ...]) -> Iterator[Remed
         f"ckplan.update_in_groups(optimizer, {size!r})"
         if own
         else f"--optimizer {'adamw' if name == 'default' else name}:foreach={size}",
-        Simulator(grouped).run(regions).peak_bytes,
+        peak_of(grouped),
         SAME,
         overhead=0.0,
         about=about,
@@ -276,7 +274,7 @@ def _with_smaller_lists(graph: Graph, group_bytes: int) -> Graph:
             return one
         return replace(one, bytes=one.bytes * group_bytes // most)
 
-    return _with(graph, smaller)
+    return with_storages(graph, smaller)
 
 
 def _is_list(op: Op) -> bool:
@@ -287,16 +285,16 @@ def _made_bytes(graph: Graph, op: Op) -> int:
     return sum(graph.storages[one].bytes for one in op.creates)
 
 
-def _smaller_state(graph: Graph, regions: tuple[Region, ...]) -> Iterator[Remedy]:
+def _smaller_state(graph: Graph, peak_of: _PeakOf) -> Iterator[Remedy]:
     if graph.options.get("optimizer") in ("sgd", "adamw8bit"):
         return
     parts_of = {"adamw8bit": 2 if _is_sixteen(graph) else 4, "sgd": 0}
     for name, parts in parts_of.items():
-        smaller = _with(graph, partial(_shrunk, parts))
+        smaller = with_storages(graph, partial(_shrunk, parts))
         yield Remedy(
             f"an optimizer with {'a smaller' if parts else 'no'} state",
             f"--optimizer {name}",
-            Simulator(smaller).run(regions).peak_bytes,
+            peak_of(smaller),
             CHANGES,
             about=bool(parts),
         )
@@ -326,17 +324,14 @@ def _sixteen_bits(smallest: Timeline) -> Iterator[Remedy]:
 
 
 def _is_sixteen(graph: Graph) -> bool:
-    """Whether most bytes of the parameters are of 16 bits."""
-    of_sixteen = sum(
-        one.bytes
-        for one in graph.storages
-        if one.kind == "parameter" and one.tensor and one.tensor.dtype in _SIXTEEN
-    )
-    return 2 * of_sixteen >= graph.bytes_by_kind["parameter"]
+    """Whether most bytes of the parameters are of 16 bits.
 
-
-def _with(graph: Graph, change: Callable[[int, Storage], Storage]) -> Graph:
-    return replace(
-        graph,
-        storages=tuple(change(n, one) for n, one in enumerate(graph.storages)),
-    )
+    The parts that one of several ranks has are of no type; those of the model are.
+    """
+    named = graph.fingerprint.get("parameters")
+    texts = named.values() if isinstance(named, Mapping) else ()
+    made = [one.tensor for one in graph.storages if one.kind == "parameter"]
+    named_types = [TensorType.parse(str(text)) for text in texts]
+    types = [*filter(None, made)] or [*filter(None, named_types)]
+    of_sixteen = sum(one.bytes for one in types if one.dtype in _SIXTEEN)
+    return 2 * of_sixteen >= sum(one.bytes for one in types)

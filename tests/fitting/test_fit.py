@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import graphs
@@ -19,6 +20,7 @@ from ckplan.cli import app
 from ckplan.errors import CkplanError, InfeasibleError
 from ckplan.fitting.fit import AT_NO_BATCH, fit_batches
 from ckplan.fitting.other_card import estimated, on_card
+from ckplan.graph.caches import held_caches, with_storages
 from ckplan.graph.file import save
 from ckplan.graph.graph import Graph
 from ckplan.graph.records import BEFORE_STEP, Storage, TensorType
@@ -34,7 +36,6 @@ from ckplan.solving.remedies import (
     SAME,
     SMALLER,
     Remedy,
-    held_caches,
     remedies,
 )
 from ckplan.tuning.known_batches import KnownBatches, batches_of
@@ -81,6 +82,21 @@ def test_verdicts_are_those_of_the_allocator_and_of_solve() -> None:
     assert [card.fits for card in found.cards] == [False, True]
     assert not found.fits  # every card that is named must
     assert replace(found, all_named=False).fits  # one of all
+
+
+def test_a_plan_whose_gaps_take_more_than_it_frees_is_not_the_least() -> None:
+    sizes = {"width_bytes": 12 * MIB, "hidden_bytes": 77 * MIB}
+    graph = graphs.chain(3, **sizes, weight_bytes=40 * MIB)
+    fingerprint = {**graph.fingerprint, "device": "cuda"}
+    graph = replace(graph, options={"gpu": "T4"}, fingerprint=fingerprint)
+    planner = Planner(graph)
+    found = planner.within(planner.floor.peak_bytes)
+    assert found is not None
+    smallest = found[0]
+    (card,) = ckplan.fit(graph, gpu="T4").cards
+    assert smallest.peak_bytes < simulate(graph).peak_bytes
+    assert card.needed_bytes < reserved_bytes(smallest)
+    assert card.least_bytes == card.needed_bytes
 
 
 def test_the_largest_batches_fit_and_the_next_ones_do_not() -> None:
@@ -272,6 +288,12 @@ def test_a_smaller_batch_is_no_promise_of_bits_and_leaves_a_data_set_as_it_is() 
     assert smaller(scripted).how.endswith("accumulated 2 times as often, in the script")
 
 
+def without_type(kind: str, number: int, one: Storage) -> Storage:
+    """As a part of a tensor, which one of several ranks has."""
+    del number
+    return replace(one, tensor=None) if one.kind == kind else one
+
+
 def test_a_model_in_16_bits_is_not_told_to_halve_its_parameters() -> None:
     graph = of_batch(1)
 
@@ -287,8 +309,13 @@ def test_a_model_in_16_bits_is_not_told_to_halve_its_parameters() -> None:
         )
 
     for dtype, told in (("float32", True), ("bfloat16", False)):
-        hints = [one.how for one in remedies(typed(dtype), ())]
-        assert ("a model in bf16" in hints) is told
+        one = typed(dtype)
+        named = {"p": f"{dtype}[1000]"}
+        rank = replace(one, fingerprint={**one.fingerprint, "parameters": named})
+        parts = partial(without_type, "parameter")
+        for graph in (one, with_storages(rank, parts)):
+            hints = [row.how for row in remedies(graph, ())]
+            assert ("a model in bf16" in hints) is told
 
 
 def test_caches_that_outlive_forward_are_found_and_priced() -> None:

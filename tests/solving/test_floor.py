@@ -15,6 +15,7 @@ from ckplan.errors import InfeasibleError
 from ckplan.graph.file import load
 from ckplan.graph.graph import Graph
 from ckplan.graph.records import EngineCosts
+from ckplan.simulating.simulate import simulate
 from ckplan.solving.planner import Planner
 from ckplan.solving.spaces import SearchSpaces
 
@@ -114,3 +115,16 @@ def test_a_plan_below_the_floor_is_offered_as_its_own_floor(
     solution = worse.solve(worse.floor.peak_bytes - 1)
     assert solution.timeline.peak_bytes == solution.floor.peak_bytes
     assert solution.floor.peak_bytes < worse.floor.peak_bytes
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_segments_of_common_practice_are_plans_that_a_budget_may_get(name: str) -> None:
+    planner = Planner(load(TRACES / f"{name}.json.gz"))
+    plans = planner.standard_baselines.plans
+    assert any(region.last is not None for _, plan in plans for region in plan)
+    for line, regions in plans:
+        assert simulate(planner.graph, regions).peak_bytes == line.peak_bytes
+        found = planner.within(line.peak_bytes)
+        assert found is not None
+        assert found[0].recompute_seconds <= line.recompute_seconds
+    assert planner.floor.peak_bytes <= min(line.peak_bytes for line, _ in plans)

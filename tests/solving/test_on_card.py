@@ -22,9 +22,15 @@ from ckplan.errors import CkplanError, InfeasibleError
 from ckplan.graph.file import save
 from ckplan.graph.graph import Graph
 from ckplan.report.comparison import comparison_report
+from ckplan.report.reserved import reserved_facts
 from ckplan.report.tables import render
 from ckplan.simulating import allocations
-from ckplan.simulating.allocations import has_room, replayed, reserved_bytes
+from ckplan.simulating.allocations import (
+    has_room,
+    replayed,
+    reserved_bytes,
+    reserved_on_card,
+)
 from ckplan.simulating.caching_allocator import NoRoomError
 from ckplan.simulating.simulate import Timeline, simulate
 from ckplan.solving.common_strategies import all_baselines
@@ -238,6 +244,17 @@ def test_solve_leaves_room_for_gaps_and_says_how_much(trace: Graph) -> None:
     assert "warning" not in ended.stderr
 
 
+def test_what_a_full_card_reserves_is_said() -> None:
+    step = simulate(of_card())
+    whole = reserved_on_card(step)
+    for room, full in ((whole.bytes - 8 * MIB, True), (whole.bytes, False)):
+        limit = MemoryLimit(room, of_reserved=True)
+        assert limit.allows(step)
+        said = dict(reserved_facts(whole, limit, step))["reserved"]
+        within = limit.reserved_bytes(step)
+        assert (f"on the card {format_bytes(within)}" in said) == full
+
+
 def test_a_reserve_is_apart_from_gaps(trace: Graph) -> None:
     found = json.loads(run("--gpu", "T4", "--reserve", "1GiB", "--json").stdout)
     assert (found["budget_bytes"], found["reserve_bytes"]) == (T4, 2**30)
@@ -322,7 +339,7 @@ def test_common_practice_is_asked_for_the_same_room(trace: Graph) -> None:
     assert of_reserved["this plan"]["fits"]
     in_solve = {row["name"]: row for row in solved["baselines"]}
     assert in_solve == {name: of_reserved[name] for name in in_solve}
-    plans = Planner(trace).standard_baselines.plans
+    plans = Planner(trace).standard_baselines.every_call
     for timeline, _ in plans:
         room = has_room(timeline, T4, expandable=False)
         assert of_reserved["every call"]["fits"] == room

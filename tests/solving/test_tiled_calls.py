@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import ckplan
 from ckplan.ejecting.code import as_code, plain_form
 from ckplan.ejecting.settings import TOOLS, setting_for
-from ckplan.errors import PlanError
+from ckplan.errors import InfeasibleError, PlanError
 from ckplan.graph import file as graph_file
 from ckplan.graph.graph import Graph
 from ckplan.plan.plan import Plan, PlannedRegion
@@ -30,9 +30,11 @@ from ckplan.solving import tiled_plans
 from ckplan.solving.levers import frontier_of, lever_baselines, search_with
 from ckplan.solving.memory_limit import MemoryLimit
 from ckplan.solving.planner import Planner
+from ckplan.solving.remedies import SAME
 from ckplan.solving.tiled_plans import TilingPlanner
 from ckplan.solving.tiled_rows import find_tileable_rows, row_wise_calls
 from ckplan.tracing.steps import tiled_row_bits
+from ckplan.units import format_bytes
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -368,3 +370,20 @@ def test_plans_are_those_of_a_search_of_every_set() -> None:
         found = lazy.within(peak)
         assert found is not None
         assert (found[0].overhead, found[0].peak_bytes) == best
+
+
+def test_where_no_plan_fits_tiles_of_the_head_are_the_first_thing_to_try() -> None:
+    graph = graph_file.load(Path(__file__).parents[2] / "traces" / "llama.json.gz")
+    floor = Planner(graph).floor.peak_bytes
+    with pytest.raises(InfeasibleError) as error:
+        ckplan.solve(graph, floor - 1)
+    first = str(error.value.hint).partition("; or ")[0]
+    (row,) = (
+        one
+        for one in Planner(graph).remedies(floor - 1)
+        if one.fits and one.bits == SAME
+    )
+    assert first == f"--allow tiles ({format_bytes(row.peak_bytes)})"
+    plan = ckplan.solve(graph, row.peak_bytes, allow="tiles")
+    assert plan.predicted is not None
+    assert plan.predicted.peak_bytes <= row.peak_bytes

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +11,7 @@ from itertools import accumulate, pairwise
 from ckplan.errors import GraphError, PlanError
 from ckplan.graph.graph import Graph
 from ckplan.graph.patterns import expand_calls
-from ckplan.graph.records import BEFORE_STEP, OUTSIDE_CALLS
+from ckplan.graph.records import BEFORE_STEP, OUTSIDE_CALLS, TensorType
 from ckplan.units import in_blocks
 
 ROOT = ""
@@ -183,10 +181,10 @@ def _parameters(graph: Graph, allocated: Callable[[int], int]) -> tuple[Paramete
     ]
     found: list[Parameter] = []
     for fqn, text in named.items() if isinstance(named, Mapping) else ():
-        shape, size = _parse_parameter(str(text))
+        one = TensorType.parse(str(text))
         # One that is no more than a view of another has no storage of its own.
-        if len(found) < len(sizes) and sizes[len(found)] == allocated(size):
-            found.append(Parameter(str(fqn), size, shape))
+        if one and sizes[len(found) : len(found) + 1] == [allocated(one.bytes)]:
+            found.append(Parameter(str(fqn), one.bytes, one.shape))
     if len(found) != len(sizes):
         raise GraphError(
             "cannot shard the trace: it does not say which parameters it has",
@@ -194,15 +192,6 @@ def _parameters(graph: Graph, allocated: Callable[[int], int]) -> tuple[Paramete
             hint="run `ckplan profile` again",
         )
     return tuple(found)
-
-
-def _parse_parameter(text: str) -> tuple[tuple[int, ...], int]:
-    """Shape and bytes of ``float32[768,3072]``."""
-    found = re.fullmatch(r"[a-z]*?(\d+)\w*\[([\d,]*)\]", text)
-    if not found:
-        return (), -1
-    shape = tuple(map(int, filter(None, found[2].split(","))))
-    return shape, math.prod(shape) * int(found[1]) // 8
 
 
 def _new_gradients(graph: Graph) -> dict[int, int]:
