@@ -17,13 +17,15 @@ from typing import Any
 from ckplan.errors import PlanError
 from ckplan.plan.strict_yaml import YamlNode
 
-WORKLOAD_KEYS = (
-    *("target", "set", "input", "seed", "gpu"),
+TRAINING_KEYS = (
     *("batch_dim", "micro_batch", "optimizer", "amp", "accumulate", "clip", "scaler"),
+)
+"""What the plan file has under ``training``: how the step trains."""
+WORKLOAD_KEYS = (
+    *("target", "set", "input", "seed", "gpu", "shard", "world_size", "unit"),
+    *TRAINING_KEYS,
     *("script", "step", "beside_bytes"),
 )
-TRAINING_KEYS = WORKLOAD_KEYS[5:-3]
-"""What the plan file has under ``training``: how the step trains."""
 
 
 def plan_workload(graph_options: Mapping[str, Any]) -> dict[str, Any]:
@@ -107,6 +109,8 @@ _READERS: dict[str, Callable[[YamlNode], Any]] = {
     "set": _texts,
     "script": _texts,
     "input": _texts,
+    "unit": _texts,
+    "world_size": lambda part: part.read(_whole),
     "step": lambda part: part.read(_whole),
     "beside_bytes": lambda part: part.read(_whole),
     "seed": lambda part: part.read(_whole),

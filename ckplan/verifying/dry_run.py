@@ -41,7 +41,7 @@ from ckplan.training.remembered import complete
 from ckplan.training.step import DEFAULT_TRAINING, Training, amp_name, make_step
 from ckplan.training.workload import Workload
 from ckplan.units import in_blocks
-from ckplan.verifying.outcome import AbstractOutcome, outcome_fields
+from ckplan.verifying.outcome import AbstractOutcome, in_one_process, outcome_fields
 from ckplan.verifying.predict import curves_by_step, predict
 from ckplan.verifying.storage_tracker import StorageLog, StorageTracker
 from ckplan.verifying.worker import status_of
@@ -124,10 +124,10 @@ def dry_run(
         CkplanError: The workload or the plan cannot be used, or a step fails on fake
             tensors.
     """
-    plan = as_plan(plan)
+    plan, apart = in_one_process(as_plan(plan))
     given = Training(optimizer, amp_name(amp), accumulate, clip, scaler)
     spec, training, seed = complete(spec, given, seed, plan)
-    return dry_run_workload(
+    found = dry_run_workload(
         spec.load(),
         plan,
         training,
@@ -136,6 +136,7 @@ def dry_run(
         trace=trace,
         progress=progress,
     )
+    return replace(found, notes=(*apart, *found.notes))
 
 
 def dry_run_workload(

@@ -45,6 +45,16 @@ class AbstractOutcome(ABC):
         return {"passed": self.passed, **plain, "timeline": timeline}
 
 
+def in_one_process(plan: Plan | None) -> tuple[Plan | None, tuple[str, ...]]:
+    """A plan without the bytes of one of several ranks, and what is said of that."""
+    if plan is None or "shard" not in plan.workload:
+        return plan, ()
+    ranks, scheme = plan.workload["world_size"], plan.workload["shard"]
+    note = f"the plan is for one of {ranks} ranks under {scheme}; the steps are those "
+    note += "of one process, so its budget and its peak are not compared with theirs"
+    return replace(plan, budget_bytes=None, predicted=None), (note,)
+
+
 def outcome_fields(
     plan: Plan | None,
     peak_bytes: int,

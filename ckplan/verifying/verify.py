@@ -39,7 +39,7 @@ from ckplan.verifying.compare_steps import (
     first_steps_at_smaller_batch,
 )
 from ckplan.verifying.energy import Energy, energy_counters, measure_energy
-from ckplan.verifying.outcome import AbstractOutcome, outcome_fields
+from ckplan.verifying.outcome import AbstractOutcome, in_one_process, outcome_fields
 from ckplan.verifying.phases import PhaseSeconds
 from ckplan.verifying.predict import curves_by_step, predict
 from ckplan.verifying.step_process import ScriptProcess, StepProcess
@@ -183,6 +183,7 @@ def verify(
     """
     alone = plan is None and Path(str(spec)).suffix in PLAN_SUFFIXES
     spec, plan = (None, as_plan(spec)) if alone else (spec, as_plan(plan))
+    plan, apart = in_one_process(plan)
     training = Training(optimizer, amp_name(amp), accumulate, clip, scaler)
     workload, training, seed = workload_or_script(spec, training, seed, plan)
     is_script = isinstance(workload, ScriptSpec)
@@ -240,7 +241,7 @@ def verify(
         (unplanned, planned),
         different,
         timing,
-        (*pair.notes, *planned.notes, *compared, *bits, *predicted.notes),
+        (*apart, *pair.notes, *planned.notes, *compared, *bits, *predicted.notes),
     )
     far_most = max(far.values(), default=None)
     found = replace(found, largest_difference=far_most, energy=joules)

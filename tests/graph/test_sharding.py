@@ -223,6 +223,22 @@ def test_the_command_line_shards(run: Run, trace: Path) -> None:
     assert "--shard needs a trace" in wrong.err
 
 
+def test_a_plan_of_one_rank_says_so_and_is_not_compared_by_bytes(
+    run: Run, trace: Path
+) -> None:
+    ways = ("--shard", "fsdp2", "--world-size", "4", "--unit", "0")
+    assert run("solve", str(trace), "--min-memory", *ways).code == 0
+    plan = ckplan.load_plan("plan.yaml")
+    assert plan.workload["unit"] == ["0"]
+    assert " ".join(ways) in " ".join(run("show", "plan.yaml").out.split())
+    for how in (("--fake",), ("--steps", "0")):
+        verified = run("verify", "plan.yaml", *how, "--json")
+        assert verified.code == 0, verified.err
+        found = json.loads(verified.out)
+        assert found["budget_bytes"] is found["predicted_peak_bytes"] is None
+        assert found["notes"][0].startswith("the plan is for one of 4 ranks under")
+
+
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_parameters_smaller_than_a_block_of_a_gpu_are_known(scheme: str) -> None:
     """There, a head of two labels takes 512 bytes, before and after it is divided."""

@@ -90,6 +90,8 @@ def sharded(graph: Graph, sharding: Sharding, rate: int | None = None) -> Graph:
         "shard": sharding.scheme,
         "world_size": sharding.world_size,
     }
+    if sharding.units:
+        options["unit"] = list(sharding.units)
     return replace(
         rank,
         storages=tuple(
