@@ -215,7 +215,8 @@ def show(
     sharding = rank.sharding()
     from ckplan import files
 
-    if is_trace(files.read_bytes(file, "trace or plan")):
+    data = files.read_bytes(file, "trace or plan")
+    if is_trace(data) or file.suffix == ".json":
         _show_trace(load_step(file, sharding), file, as_json)
     elif sharding is not None:
         raise typer.BadParameter("--shard needs a trace, and this is a plan")

@@ -155,7 +155,7 @@ def loads(text: str, name: str) -> Graph:
         content = json.loads(text)
     except (ValueError, RecursionError) as error:
         if text.lstrip().startswith("ckplan:"):
-            raise _unreadable(name, "is a plan, not a trace") from None
+            raise _is_plan(name) from None
         if name.endswith(".py"):
             raise _is_workload(name) from None
         raise _unreadable(name, f"is not complete JSON ({error})") from None
@@ -293,6 +293,14 @@ def _unreadable(name: str, found: str) -> GraphError:
         f"cannot read the trace: {name} {found}",
         needed=f"a graph file of format {FORMAT_VERSION} as `ckplan profile` writes it",
         hint="run `ckplan profile model.py` again, with this version of ckplan",
+    )
+
+
+def _is_plan(name: str) -> GraphError:
+    return GraphError(
+        f"cannot read the trace: {name} is a plan, not a trace",
+        needed="a graph file, as `ckplan profile` writes it",
+        hint=f"the trace that the plan was made from; of a plan: ckplan show {name}",
     )
 
 

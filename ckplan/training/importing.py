@@ -15,6 +15,14 @@ from ckplan.errors import WorkloadError
 from ckplan.training.failures import wants_gpu
 from ckplan.training.workload import CONTRACT
 
+_PLAN = "a plan, not a Python file", "ckplan verify {0}, or ckplan show {0}"
+_TRACE = (
+    "a trace, not a Python file",
+    "ckplan solve {0} --budget 80%, or ckplan fit {0}",
+)
+_OTHER_FILES = {".yaml": _PLAN, ".yml": _PLAN, ".json": _TRACE, ".gz": _TRACE}
+_NOT_PYTHON = "not a Python file", "give the file a name that ends in .py"
+
 
 def import_location(location: str) -> ModuleType:
     """Import a file by its path, or a module by its dotted name.
@@ -53,10 +61,11 @@ def _import_file(path: Path) -> ModuleType:
     name = f"ckplan_workload_{path.stem}_{digest}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
+        kind, hint = _OTHER_FILES.get(path.suffix, _NOT_PYTHON)
         raise WorkloadError(
-            f"cannot read the workload: {path} is not a Python file",
-            needed="a Python file with a function build()",
-            hint="give the file a name that ends in .py",
+            f"cannot read the workload: {path} is {kind}",
+            needed="a Python file with a function build(), or hf:FOLDER",
+            hint=hint.format(path),
         )
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module

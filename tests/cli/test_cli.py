@@ -516,6 +516,9 @@ BAD_INPUT = [
     ("profile nope.py", "cannot read the workload: nope.py is not there"),
     ("profile nope.module:build", "cannot import the workload: nope.module"),
     ("profile notes.txt", "cannot read the workload: notes.txt is not a Python file"),
+    ("fit plan.yaml", "cannot read the workload: plan.yaml is a plan, not a Python"),
+    ("verify cut.json --budget 60%", "cannot read the workload: cut.json is a trace"),
+    ("show words.json", "cannot read the trace: words.json is not a ckplan trace"),
     ("profile words.py", "cannot read the workload: words.py is not valid Python"),
     ("profile empty.py", "cannot build a workload: empty.py has no factory 'build'"),
     ("profile model.py:biuld", "cannot build the workload: model.py has no function"),
@@ -626,6 +629,7 @@ def test_bad_input_ends_with_one_and_three_lines(
         "odd.yaml": PLAN.replace("\n", "\ncolour: red\n", 1),
         "cut.json": json.dumps(content)[:1000],
         "plan.yaml": PLAN,
+        "words.json": '{"colour": "red"}',
         "bad.py": BAD_STEPS,
     }.items():
         (folder / name).write_text(text)

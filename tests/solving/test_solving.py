@@ -559,6 +559,9 @@ def test_goals_of_python_are_those_of_the_planner() -> None:
     assert knee.predicted is not None
     assert knee.predicted.peak_bytes in {p.peak_bytes for p in planner.frontier()}
     assert 0 < knee.predicted.overhead < smallest.predicted.overhead
+    with pytest.raises(CkplanError, match="read the overhead 5") as error:
+        solve_plan(graph, max_overhead=5)
+    assert error.value.hint == "did you mean '5%'?"
     cheap = solve_plan(graph, max_overhead=0.0)
     assert cheap.predicted is not None
     assert cheap.predicted.overhead == 0
