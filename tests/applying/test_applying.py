@@ -160,6 +160,20 @@ def test_what_a_model_takes_can_still_be_looked_up(by: str) -> None:
     assert inspect.signature(model.forward) == before
 
 
+@pytest.mark.parametrize("by", ["program", "rerun"])
+def test_a_model_is_exported_without_its_plan(by: str) -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.GELU()).eval(), torch.randn(2, 4)
+    ckplan.apply(model, Plan(regions=(PlannedRegion(".", by),)))
+    for read in (
+        lambda: torch.export.export(model, (x,)),
+        lambda: model.forward.__globals__,  # as torch.jit.script does
+    ):
+        with pytest.raises(AttributeError, match=r"ckplan\.remove\(model\)"):
+            read()
+    ckplan.remove(model)
+    assert torch.equal(torch.export.export(model, (x,)).module()(x), model(x))
+
+
 def test_without_gradients_no_region_runs() -> None:
     workload = applying_to(build("residual"), Plan(regions=(PlannedRegion("[0..2]"),)))
     with torch.no_grad():

@@ -38,6 +38,14 @@ class ForwardWrapper:
         self.previous = module.__dict__.get("forward")  # another library's wrapper
         self.taken_off = False
 
+    def __getattr__(self, name: str) -> Any:
+        """Say what to do where torch reads the code of a forward, to export it."""
+        what = f"{type(self).__name__!r} object has no attribute {name!r}"
+        if name in ("__code__", "__globals__"):
+            what += ": torch.export and torch.jit take a model without a plan, "
+            what += "ckplan.remove(model)"
+        raise AttributeError(what)
+
     def take_off(self) -> None:
         """Restore the module's forward; only call it if others hold this wrapper."""
         self.taken_off = True
