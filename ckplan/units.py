@@ -126,6 +126,23 @@ def parse_percent(text: str) -> float:
     return float(number) / 100
 
 
+def parse_overhead(overhead: float | str) -> float:
+    """Read ``"5%"``, or a fraction of the step, such as 0.05.
+
+    Raises:
+        UnitError: It is no percentage, or a number above 1.
+    """
+    if isinstance(overhead, str):
+        return parse_percent(overhead)
+    if overhead > 1:
+        raise UnitError(
+            f"cannot read the overhead {overhead}",
+            needed="a fraction of the step, such as 0.05, or a percentage as text",
+            hint=f"did you mean '{overhead:g}%'?",
+        )
+    return overhead
+
+
 def format_bytes(num_bytes: int) -> str:
     """Print a size with two decimals, in GiB unless it is smaller than that.
 

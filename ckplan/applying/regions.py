@@ -35,7 +35,7 @@ from ckplan.training.warm_up import warm_up_vector_kernels
 from ckplan.training.workload import check_not_lazy
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Status:
     """The plan on a model, and counters of its regions."""
 
@@ -44,7 +44,7 @@ class Status:
     spilled_bytes: int = 0  # of the file that tensors move to
     host_bytes: int = 0  # of pinned host memory that a GPU's tensors move to
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         """One line per region."""
         return "\n".join(
             f"{r.call}: {r.by}, ran {r.runs} times, recorded {r.recorded}, kept "

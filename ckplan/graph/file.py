@@ -155,9 +155,9 @@ def loads(text: str, name: str) -> Graph:
         content = json.loads(text)
     except (ValueError, RecursionError) as error:
         if text.lstrip().startswith("ckplan:"):
-            raise _is_plan(name) from None
+            raise _other_file(name, "plan", f"ckplan show {name}") from None
         if name.endswith(".py"):
-            raise _is_workload(name) from None
+            raise _other_file(name, "workload", f"ckplan profile {name}") from None
         raise _unreadable(name, f"is not complete JSON ({error})") from None
     if not isinstance(content, dict) or "ckplan_graph" not in content:
         raise _unreadable(name, "is not a ckplan trace")
@@ -296,19 +296,11 @@ def _unreadable(name: str, found: str) -> GraphError:
     )
 
 
-def _is_plan(name: str) -> GraphError:
+def _other_file(name: str, kind: str, hint: str) -> GraphError:
     return GraphError(
-        f"cannot read the trace: {name} is a plan, not a trace",
+        f"cannot read the trace: {name} is a {kind}, not a trace",
         needed="a graph file, as `ckplan profile` writes it",
-        hint=f"the trace that the plan was made from; of a plan: ckplan show {name}",
-    )
-
-
-def _is_workload(name: str) -> GraphError:
-    return GraphError(
-        f"cannot read the trace: {name} is a workload, of which no step was recorded",
-        needed="a graph file, as `ckplan profile` writes it",
-        hint=f"ckplan profile {name} first; then its trace",
+        hint=f"{hint}, or name its trace",
     )
 
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 FORMAT_VERSION = 9
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Graph(RecordedStep):
     """One training step: checked records, and values derived from them."""
 

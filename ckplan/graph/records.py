@@ -284,7 +284,7 @@ class GeneratedCode:
     overhead: float  # estimated, as a fraction of the step without a plan
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class RecordedStep:
     """One training step. Ops ``[0, num_forward)`` are forward, then backward."""
 
@@ -304,6 +304,11 @@ class RecordedStep:
     options: Mapping[str, str] = field(default_factory=dict)
     tiled: tuple[TiledBits, ...] = ()  # tests; none if no call can run in tiles
     generated: tuple[GeneratedCode, ...] = ()  # of a compiled step, the cheapest first
+
+    def __repr__(self) -> str:
+        """One line: a step has thousands of records."""
+        sizes = f"{len(self.ops)} ops, {len(self.storages)} tensors"
+        return f"<step of {self.model}: {sizes}, {len(self.calls)} calls>"
 
     @property
     def backward_stop(self) -> int:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ckplan import units
 from ckplan.errors import PlanError, did_you_mean
 from ckplan.plan.names import OpName
 from ckplan.plan.region import PROGRAM, RERUN, TILES
@@ -136,7 +137,7 @@ class Prediction:
         object.__setattr__(self, "stall_seconds", round(float(self.stall_seconds), 9))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Plan:
     """The regions to recompute. Other fields are for checks and for the reader."""
 
@@ -157,6 +158,16 @@ class Plan:
         for one in self.regions:
             if one.code == COMPILED != self.code:
                 raise one.located(_no_compiled_code(one))
+
+    def __repr__(self) -> str:
+        """One line; the file has all."""
+        found = [f"<plan for {self.model or 'a model'}: {len(self.regions)} regions"]
+        if self.predicted is not None:
+            found.append(f"peak {units.format_bytes(self.predicted.peak_bytes)}")
+            found.append(
+                f"time {units.format_percent(self.predicted.overhead, sign=True)}"
+            )
+        return ", ".join(found) + ">"
 
     @property
     def code(self) -> str:

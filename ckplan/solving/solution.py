@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from ckplan.plan.plan import DECIMALS
 from ckplan.plan.region import Region
@@ -46,7 +46,7 @@ class FrontierPoint:
     peak_bytes: int
     overhead: float
     bound_overhead: float  # no schedule of ops within this peak costs less
-    regions: tuple[Region, ...]
+    regions: tuple[Region, ...] = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True)

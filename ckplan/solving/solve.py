@@ -122,7 +122,7 @@ def solve_plan(
     if budget is max_overhead is goal is gpu_memory is None:
         gpu = gpu or graph.options.get("gpu")
     if max_overhead is not None:
-        max_overhead = parse_overhead(max_overhead)
+        max_overhead = units.parse_overhead(max_overhead)
     reserve_bytes = units.parse_bytes(reserve)
     objective = Objective(
         budget,
@@ -266,23 +266,6 @@ def parse_rate(rate: str | float) -> float:
             hint="--spill-rate 2GB, or leave it out to measure it",
         )
     return found
-
-
-def parse_overhead(overhead: float | str) -> float:
-    """Read ``"5%"``, or a fraction of the step, such as 0.05.
-
-    Raises:
-        CkplanError: It is no percentage, or a number above 1.
-    """
-    if isinstance(overhead, str):
-        return units.parse_percent(overhead)
-    if overhead > 1:
-        raise CkplanError(
-            f"cannot read the overhead {overhead}",
-            needed="a fraction of the step, such as 0.05, or a percentage as text",
-            hint=f"did you mean '{overhead:g}%'?",
-        )
-    return overhead
 
 
 def _check_levers(

@@ -143,5 +143,5 @@ def test_a_workload_in_place_of_its_trace_is_named(
 ) -> None:
     ended = run(command, "m.py", "--budget", "80%")
     assert ended.code == 1
-    assert "m.py is a workload, of which no step was recorded" in ended.err
+    assert "m.py is a workload, not a trace" in ended.err
     assert "try:    ckplan profile m.py first; then its trace" in ended.err

@@ -37,6 +37,7 @@ from ckplan.solving.planner import Planner
 from ckplan.solving.segmentation import CallNode, leaf_units, pruned_call_tree
 from ckplan.solving.solve import frontier, solve, solve_plan, to_plan
 from ckplan.solving.unit_bytes import Unit
+from ckplan.units import format_bytes
 
 TRACES = Path(__file__).parents[2] / "traces"
 
@@ -693,3 +694,14 @@ def test_the_file_of_a_step_is_solved_as_the_step_is() -> None:
 def test_wishes_that_mean_nothing_are_named(wish: Any, found: str) -> None:
     with pytest.raises(CkplanError, match=found):
         solve_plan(graphs.chain(2), **wish)
+
+
+def test_a_notebook_shows_a_line_of_a_step_and_of_a_plan() -> None:
+    graph = graphs.chain(6)
+    plan, points = ckplan.solve(graph, "80%"), ckplan.frontier(graph)
+    assert plan.predicted is not None
+    peak = format_bytes(plan.predicted.peak_bytes)
+    assert f"{len(plan.regions)} regions, peak {peak}, time +" in repr(plan)
+    for one in (graph, plan, Plan(), points[0]):
+        assert len(repr(one)) < 120
+        assert "Region(" not in repr(one)
