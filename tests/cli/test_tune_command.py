@@ -144,4 +144,4 @@ def test_a_workload_in_place_of_its_trace_is_named(
     ended = run(command, "m.py", "--budget", "80%")
     assert ended.code == 1
     assert "m.py is a workload, not a trace" in ended.err
-    assert "try:    ckplan profile m.py first; then its trace" in ended.err
+    assert "try:    ckplan profile m.py, or name its trace" in ended.err
