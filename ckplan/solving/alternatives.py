@@ -10,6 +10,7 @@ from ckplan.solving.memory_limit import MemoryLimit
 from ckplan.solving.planner import Planner
 from ckplan.solving.remedies import (
     SAME,
+    TILED,
     Remedy,
     by_cost,
     cache_remedy,
@@ -33,6 +34,8 @@ def alternatives(planner: Planner, solution: Solution) -> tuple[Remedy, ...]:
     reserved = limit.reserved_bytes(unplanned) or unplanned.peak_bytes
     room = limit.bytes - (reserved - unplanned.peak_bytes)
     found = [one for one in remedies(planner.graph, (), room) if one.fits]
+    if any(region.tiles for region in solution.regions):
+        found = [one for one in found if one.how != TILED]
     found += _without_caches(planner, limit, solution.timeline.overhead)
     found += expandable(
         planner, limit, solution.timeline.overhead, lambda plan: plan[0].overhead

@@ -31,6 +31,7 @@ BITS = (SAME, CLOSE, CHANGES)
 """Results bit for bit; up to rounding; another training."""
 
 SMALLER = "a smaller batch, accumulated to the same total"
+TILED = "--allow tiles"
 _SMALLEST_SHARE = 0.02  # of the peak: what frees less is no remedy
 _CHUNKS = 8
 _SIXTEEN = ("float16", "bfloat16")
@@ -195,6 +196,8 @@ def _chunks(graph: Graph, peak_of: _PeakOf) -> Iterator[Remedy]:
 
 def _head_in_tiles(graph: Graph, plans: Sequence[_Regions]) -> Iterator[Remedy]:
     """The head and its loss in tiles, where that leaves all bits as they are."""
+    if "compiled" in graph.fingerprint:
+        return
     try:
         call, (tiles, *_) = find_tileable_head(graph)
     except PlanError:
@@ -211,7 +214,7 @@ def _head_in_tiles(graph: Graph, plans: Sequence[_Regions]) -> Iterator[Remedy]:
     line = min(lines, key=lambda one: one.peak_bytes)
     yield Remedy(
         "the head and its loss in tiles: no logits",
-        "--allow tiles",
+        TILED,
         line.peak_bytes,
         SAME,
         overhead=None if any(plans) else line.overhead,

@@ -106,8 +106,9 @@ def room_warning(solution: Solution, reserve_bytes: int, *, asked: bool) -> str:
         return ""
     room_bytes = limit.bytes + (0 if limit.of_reserved else reserve_bytes)
     if has_room(timeline, room_bytes, expandable=limit.expandable):
-        needs = limit.expandable and not asked
-        return f"no plan leaves room for gaps: this one needs {SETTING}" * needs
+        if asked or not limit.expandable:
+            return ""
+        return f"no plan leaves room for gaps: this one needs {SETTING}"
     fails = "PyTorch's allocator runs out of memory in "
     fails += units.format_bytes(room_bytes)
     if has_room(timeline, room_bytes, expandable=True):

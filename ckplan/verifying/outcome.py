@@ -49,9 +49,10 @@ def in_one_process(plan: Plan | None) -> tuple[Plan | None, tuple[str, ...]]:
     """A plan without the bytes of one of several ranks, and what is said of that."""
     if plan is None or "shard" not in plan.workload:
         return plan, ()
-    ranks, scheme = plan.workload["world_size"], plan.workload["shard"]
-    note = f"the plan is for one of {ranks} ranks under {scheme}; the steps are those "
-    note += "of one process, so its budget and its peak are not compared with theirs"
+    ranks = plan.workload.get("world_size", "several")
+    note = f"the plan is for one of {ranks} ranks under {plan.workload['shard']}; the "
+    note += "steps are those of one process, so its budget and its peak are not "
+    note += "compared with theirs"
     return replace(plan, budget_bytes=None, predicted=None), (note,)
 
 
