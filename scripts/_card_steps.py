@@ -119,7 +119,7 @@ def planned(name: str, types: str, graph: Graph) -> Prepared:
     planner = Planner(graph)
     rows = [_row(name, types, UNPLANNED, planner.unplanned)]
     plans: list[Plan | None] = [None]
-    for timeline, regions in planner.standard_baselines.plans:
+    for timeline, regions in planner.standard_baselines.every_call:
         rows.append(_row(name, types, RERUN, timeline))
         plans.append(Plan(graph.model, regions=describe(graph, regions)))
     peak_bytes, floor_bytes = planner.unplanned.peak_bytes, planner.floor.peak_bytes

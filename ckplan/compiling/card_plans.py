@@ -93,7 +93,7 @@ def _proposed(of: CardStep, planner: Planner) -> Iterator[tuple[Region, ...]]:
             saved = saved_by(of.step, planner.simulator, regions)
             fewer = narrowed(of.step, cuts, saved)
             yield saving_nodes(of.step, of.joint, fewer, flat(Region(0)))
-    for _, regions in planner.standard_baselines.plans:
+    for _, regions in planner.standard_baselines.every_call:
         yield tuple(map(flat, regions))
     yield (flat(Region(0)),)
     for share in TORCH_BUDGETS:

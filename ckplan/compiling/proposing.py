@@ -93,7 +93,7 @@ class Proposer:
     @cached_property
     def ways(self) -> Mapping[str, Candidate]:
         """Those of ``WAYS`` that the step has, by name."""
-        layers = [one for _, one in self.planner.standard_baselines.plans]
+        layers = [one for _, one in self.planner.standard_baselines.every_call]
         found = dict(zip(WAYS, (*(layers or [()]), (Region(0),)), strict=False))
         for name, share in zip(WAYS[2:], TORCH_BUDGETS, strict=True):
             names = self._joint.saved_by_torch(share)

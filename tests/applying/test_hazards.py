@@ -1170,7 +1170,7 @@ def test_what_no_program_can_rebuild_is_run_again() -> None:
     timed = [replace(op, seconds=op.moved_bytes * 1e-9) for op in graph.ops]
     graph = replace(graph, ops=tuple(timed), engine=EngineCosts())
     planner = Planner(graph)
-    (every_call,) = [timeline for timeline, _ in planner.standard_baselines.plans]
+    (every_call,) = [timeline for timeline, _ in planner.standard_baselines.every_call]
     assert planner.floor.peak_bytes <= every_call.peak_bytes
     assert planner.floor.peak_bytes < 0.7 * planner.unplanned.peak_bytes
     for point in planner.frontier():
