@@ -19,6 +19,9 @@ from ckplan.solving.remedies import (
 from ckplan.solving.replays import ReplayedPlan
 from ckplan.solving.reserved_limit import plan_within
 from ckplan.solving.solution import Solution
+from ckplan.solving.tiled_heads import head_in_tiles, run_beside
+
+_SHARES_FREED = (1.0, 0.75, 0.5, 0.25)  # of what tiles free at the unplanned peak
 
 
 def alternatives(planner: Planner, solution: Solution) -> tuple[Remedy, ...]:
@@ -34,9 +37,10 @@ def alternatives(planner: Planner, solution: Solution) -> tuple[Remedy, ...]:
     reserved = limit.reserved_bytes(unplanned) or unplanned.peak_bytes
     room = limit.bytes - (reserved - unplanned.peak_bytes)
     found = [one for one in remedies(planner.graph, (), room) if one.fits]
-    if any(region.tiles for region in solution.regions):
-        found = [one for one in found if one.how != TILED]
+    found = [one for one in found if one.how != TILED]  # priced with a plan below
     found += _without_caches(planner, limit, solution.timeline.overhead)
+    if not any(region.tiles for region in solution.regions):
+        found += _with_tiles(planner, limit, solution.timeline.overhead)
     found += expandable(
         planner, limit, solution.timeline.overhead, lambda plan: plan[0].overhead
     )
@@ -67,12 +71,42 @@ def expandable(
     if overhead is None or then < overhead:
         yield Remedy(
             "no gaps between segments of PyTorch's allocator",
-            "PYTORCH_ALLOC_CONF=expandable_segments:True, --expandable-segments",
+            "--expandable-segments: expandable_segments:True in PYTORCH_ALLOC_CONF",
             wider.reserved_bytes(found[0]) or found[0].peak_bytes,
             SAME,
             overhead=then,
             fits=True,
         )
+
+
+def _with_tiles(
+    planner: Planner, limit: MemoryLimit, overhead: float
+) -> Iterator[Remedy]:
+    """The head in tiles, beside a plan for what it frees more, if that is cheaper.
+
+    The plan is one for a larger budget; a search with tiles can find a cheaper one.
+    """
+    head = head_in_tiles(planner.graph)
+    if head is None:
+        return
+    freed = planner.unplanned.peak_bytes - planner.simulator.run([head]).peak_bytes
+    for share in _SHARES_FREED:
+        found = planner.within(limit.bytes + int(share * freed))
+        if found is None or found[0].overhead >= overhead:
+            continue
+        timeline = run_beside(planner.simulator, found[1], head)
+        if timeline is None or timeline.overhead >= overhead:
+            return
+        if limit.allows(timeline):
+            yield Remedy(
+                "the head and its loss in tiles: no logits",
+                TILED,
+                limit.reserved_bytes(timeline) or timeline.peak_bytes,
+                SAME,
+                overhead=timeline.overhead,
+                fits=True,
+            )
+            return
 
 
 def _without_caches(

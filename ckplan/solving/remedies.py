@@ -19,9 +19,9 @@ from ckplan.graph.caches import held_caches, with_storages, without_caches
 from ckplan.graph.graph import Graph
 from ckplan.graph.grouped_updates import group_size, with_grouped_update
 from ckplan.graph.records import BEFORE_STEP, OUTSIDE_CALLS, Op, Storage, TensorType
-from ckplan.plan.region import TILES, Region
+from ckplan.plan.region import Region
 from ckplan.simulating.simulate import Simulator, Timeline
-from ckplan.solving.tiled_heads import find_tileable_head
+from ckplan.solving.tiled_heads import head_in_tiles, run_beside
 
 _Regions: TypeAlias = tuple[Region, ...]
 _PeakOf: TypeAlias = Callable[[Graph], int]
@@ -196,22 +196,13 @@ def _chunks(graph: Graph, peak_of: _PeakOf) -> Iterator[Remedy]:
 
 def _head_in_tiles(graph: Graph, plans: Sequence[_Regions]) -> Iterator[Remedy]:
     """The head and its loss in tiles, where that leaves all bits as they are."""
-    if "compiled" in graph.fingerprint:
+    head, simulator = head_in_tiles(graph), Simulator(graph)
+    if head is None:
         return
-    try:
-        call, (tiles, *_) = find_tileable_head(graph)
-    except PlanError:
+    lines = filter(None, (run_beside(simulator, regions, head) for regions in plans))
+    line = min(lines, key=lambda one: one.peak_bytes, default=None)
+    if line is None:
         return
-    head, simulator = Region(call, TILES, tiles=tiles), Simulator(graph)
-    outside = (
-        [one for one in regions if not graph.is_within(call, one.call)]
-        for regions in plans
-    )
-    try:
-        lines = [simulator.run((*regions, head)) for regions in outside]
-    except PlanError:
-        return
-    line = min(lines, key=lambda one: one.peak_bytes)
     yield Remedy(
         "the head and its loss in tiles: no logits",
         TILED,

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ckplan.errors import PlanError
 from ckplan.graph.graph import Graph
+from ckplan.plan.region import TILES, Region
 from ckplan.plan.tiles import CLOSE_BITS, SAME_BITS, Tiles
 from ckplan.simulating.heads import HeadOps, find_head
+from ckplan.simulating.simulate import Simulator, Timeline
 from ckplan.simulating.tiling import tested
 
 COUNTS = (8, 32)  # tiles of tokens, and of the vocabulary
@@ -44,6 +48,35 @@ def find_tileable_head(
         needed="a linear layer whose logits F.cross_entropy reads",
         hint="leave out --allow tiles",
     )
+
+
+def head_in_tiles(graph: Graph) -> Region | None:
+    """The region of the head and its loss with the same bits; None if it has none."""
+    if "compiled" in graph.fingerprint:
+        return None
+    try:
+        call, (tiles, *_) = find_tileable_head(graph)
+    except PlanError:
+        return None
+    return Region(call, TILES, tiles=tiles)
+
+
+def run_beside(
+    simulator: Simulator, regions: Sequence[Region], head: Region
+) -> Timeline | None:
+    """The step under a plan, but for what is around a head in tiles; None if it can't.
+
+    Args:
+        simulator: Of the step.
+        regions: The plan.
+        head: The region in tiles.
+    """
+    around = simulator.graph.is_within
+    others = [one for one in regions if not around(head.call, one.call)]
+    try:
+        return simulator.run((*others, head))
+    except PlanError:
+        return None
 
 
 def _tiles(graph: Graph, call: int, count: int, found: HeadOps) -> Tiles:

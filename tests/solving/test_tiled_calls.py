@@ -27,10 +27,11 @@ from ckplan.plan.resolve import resolve
 from ckplan.plan.tiles import CLOSE_BITS, RowTiles
 from ckplan.simulating.simulate import simulate
 from ckplan.solving import tiled_plans
+from ckplan.solving.alternatives import alternatives
 from ckplan.solving.levers import frontier_of, lever_baselines, search_with
 from ckplan.solving.memory_limit import MemoryLimit
 from ckplan.solving.planner import Planner
-from ckplan.solving.remedies import SAME
+from ckplan.solving.remedies import SAME, TILED
 from ckplan.solving.tiled_plans import TilingPlanner
 from ckplan.solving.tiled_rows import find_tileable_rows, row_wise_calls
 from ckplan.tracing.steps import tiled_row_bits
@@ -387,3 +388,22 @@ def test_where_no_plan_fits_tiles_of_the_head_are_the_first_thing_to_try() -> No
     plan = ckplan.solve(graph, row.peak_bytes, allow="tiles")
     assert plan.predicted is not None
     assert plan.predicted.peak_bytes <= row.peak_bytes
+
+
+def test_tiles_that_are_cheaper_than_a_plan_have_a_row_beside_it() -> None:
+    graph = graph_file.load(Path(__file__).parents[2] / "traces" / "bert.json.gz")
+    planner = Planner(graph)
+    for limit, is_cheaper in ((planner.floor.peak_bytes, True), (10**9, False)):
+        solution = planner.solve(limit)
+        rows = [one for one in alternatives(planner, solution) if one.how == TILED]
+        assert bool(rows) == is_cheaper
+        for row in rows:
+            assert row.overhead is not None
+            assert row.overhead < solution.timeline.overhead
+            found = ckplan.solve(graph, limit, allow="tiles").predicted
+            assert found is not None
+            assert found.overhead <= row.overhead + 1e-3
+            assert row.peak_bytes <= limit
+    tiled = search_with(planner, allow=["tiles"], link=None)
+    at_floor = tiled.solve(MemoryLimit(planner.floor.peak_bytes))
+    assert not [one for one in alternatives(planner, at_floor) if one.how == TILED]
