@@ -8,9 +8,8 @@ from itertools import pairwise
 from typing import Protocol
 
 from ckplan import units
-from ckplan.simulating.allocations import has_room
+from ckplan.simulating.allocations import has_room, is_on_card
 from ckplan.simulating.caching_allocator import LARGE_SEGMENT_BYTES, SMALL_SEGMENT_BYTES
-from ckplan.simulating.moving import is_on_gpu
 from ckplan.simulating.simulate import Timeline
 from ckplan.solving.memory_limit import MemoryLimit
 from ckplan.solving.planner import Planner
@@ -102,7 +101,7 @@ def room_warning(solution: Solution, reserve_bytes: int, *, asked: bool) -> str:
         asked: Whether expandable segments were asked for.
     """
     timeline, limit = solution.timeline, solution.limit
-    if not is_on_gpu(timeline.graph):
+    if not is_on_card(timeline.graph):
         return ""
     room_bytes = limit.bytes + (0 if limit.of_reserved else reserve_bytes)
     if has_room(timeline, room_bytes, expandable=limit.expandable):
