@@ -15,6 +15,7 @@ from ckplan.solving.remedies import (
     by_cost,
     cache_remedy,
     remedies,
+    tiles_remedy,
 )
 from ckplan.solving.replays import ReplayedPlan
 from ckplan.solving.reserved_limit import plan_within
@@ -87,9 +88,10 @@ def _with_tiles(
     The plan is one for a larger budget; a search with tiles can find a cheaper one.
     """
     head = head_in_tiles(planner.graph)
-    if head is None:
+    alone = None if head is None else run_beside(planner.simulator, (), head)
+    if head is None or alone is None:
         return
-    freed = planner.unplanned.peak_bytes - planner.simulator.run([head]).peak_bytes
+    freed = planner.unplanned.peak_bytes - alone.peak_bytes
     for share in _SHARES_FREED:
         found = planner.within(limit.bytes + int(share * freed))
         if found is None or found[0].overhead >= overhead:
@@ -98,14 +100,8 @@ def _with_tiles(
         if timeline is None or timeline.overhead >= overhead:
             return
         if limit.allows(timeline):
-            yield Remedy(
-                "the head and its loss in tiles: no logits",
-                TILED,
-                limit.reserved_bytes(timeline) or timeline.peak_bytes,
-                SAME,
-                overhead=timeline.overhead,
-                fits=True,
-            )
+            needed = limit.reserved_bytes(timeline) or timeline.peak_bytes
+            yield replace(tiles_remedy(needed, timeline.overhead), fits=True)
             return
 
 

@@ -203,13 +203,13 @@ def _head_in_tiles(graph: Graph, plans: Sequence[_Regions]) -> Iterator[Remedy]:
     line = min(lines, key=lambda one: one.peak_bytes, default=None)
     if line is None:
         return
-    yield Remedy(
-        "the head and its loss in tiles: no logits",
-        TILED,
-        line.peak_bytes,
-        SAME,
-        overhead=None if any(plans) else line.overhead,
-    )
+    yield tiles_remedy(line.peak_bytes, None if any(plans) else line.overhead)
+
+
+def tiles_remedy(peak_bytes: int, overhead: float | None) -> Remedy:
+    """The row of the head and its loss in tiles."""
+    name = "the head and its loss in tiles: no logits"
+    return Remedy(name, TILED, peak_bytes, SAME, overhead=overhead)
 
 
 def _logits(graph: Graph) -> TensorType | None:
