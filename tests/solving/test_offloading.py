@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from commands import Run
+from graphs import with_even_seconds
 from measured import peak_bytes_of
 from moves import mixes
 from small_models import build
@@ -46,7 +47,9 @@ FAST, SLOW = "1000GB", "1KB"  # disks
 def graph() -> Graph:
     workload = build("residual")
     given = workload.model, workload.batch
-    return ckplan.profile(*given, loss=workload.loss, optimizer="none", replay=False)
+    return with_even_seconds(
+        ckplan.profile(*given, loss=workload.loss, optimizer="none", replay=False)
+    )
 
 
 def check_nothing_moves(found: Plan, plain: Plan) -> None:
@@ -209,7 +212,7 @@ def test_a_card_moves_to_the_host_at_the_rate_of_its_link() -> None:
 
 
 def test_the_cpu_moves_to_a_file_with_its_folder_named_or_not() -> None:
-    disk = Link(1e9, busy_seconds_per_byte=1e-10)
+    disk = Link(1e12, busy_seconds_per_byte=1e-13)
     named = ckplan.solve(graph(), "75%", offload="/tmp", spill_rate=disk)
     assert named.predicted and named.predicted.moved_bytes
     assert named == ckplan.solve(graph(), "75%", spill_rate=disk)
