@@ -139,13 +139,14 @@ class _Joiner:
         self.forward += ops[: graph.num_forward]
         self.backward[:0] = ops[graph.num_forward :]
         for saved in graph.saved:
-            moments = (saved.unpacked_at, saved.last_held, saved.last_used)
             self.saved.append(
                 Saved(
                     number[saved.storage],
                     saved.call + first_call,
                     saved.packed_at + first_op,
-                    *(self._moment(place, moment) for moment in moments),
+                    self._moment(place, saved.unpacked_at),
+                    self._moment(place, saved.last_held),
+                    self._moment(place, saved.last_used),
                 )
             )
 

@@ -113,10 +113,13 @@ def _saved_out_of_range(graph: RecordedStep) -> Iterator[str]:
     for saved in graph.saved:
         known = _all_in_range((saved.storage,), 0, len(graph.storages))
         when = (saved.packed_at, saved.unpacked_at, saved.last_held, saved.last_used)
-        timed = _all_in_range(when, -1, len(graph.ops) + 1)
+        timed = _all_in_range(chain(when, *saved.uses), -1, len(graph.ops) + 1)
         called = _all_in_range((saved.call,), OUTSIDE_CALLS, len(graph.calls))
         if not (known and called and timed):
             yield f"a saved tensor of storage {saved.storage} is out of range"
+    kept = tuple(chain.from_iterable(graph.kept_backwards))
+    if not _all_in_range(kept, 0, len(graph.ops) + 1) or list(kept) != sorted(kept):
+        yield "backwards that keep the graph are out of range or order"
 
 
 def _calls_out_of_range(graph: RecordedStep) -> Iterator[str]:
@@ -300,6 +303,15 @@ def _inconsistent_saved(graph: RecordedStep) -> Iterator[str]:
             yield f"{name} is freed at op {saved.last_held}, too early"
         if not saved.unpacked_at <= saved.last_used <= saved.last_held:
             yield f"{name} is last used at op {saved.last_used}, too early or too late"
+        uses = saved.every_use
+        begins, ends = [begin for begin, _ in uses], [end for _, end in uses]
+        if saved.uses and (
+            begins != sorted({*begins})
+            or begins[0] != saved.unpacked_at
+            or max(ends) != saved.last_used
+            or any(begin > end for begin, end in uses)
+        ):
+            yield f"{name} has uses out of order"
         if saved.call >= 0:
             call = graph.calls[saved.call]
             if not call.start <= saved.packed_at <= call.stop:

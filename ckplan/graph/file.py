@@ -16,21 +16,16 @@ from typing import Any
 from ckplan import files
 from ckplan.collector import collection_off
 from ckplan.errors import GraphError
+from ckplan.graph import rows
 from ckplan.graph.graph import FORMAT_VERSION, Graph
 from ckplan.graph.records import (
-    NO_WORKSPACE,
     Call,
     Encoding,
     EngineCosts,
-    GeneratedCode,
     Hazard,
-    Op,
-    Saved,
-    SavingRegion,
     Storage,
     TensorType,
     TiledBits,
-    Workspace,
 )
 
 _WITHOUT_LINES = 8  # format without lines, shapes and types; read as not known
@@ -57,7 +52,8 @@ _TOP_KEYS = {
 # Keys of what only some steps have: tests of tiles, plans of compiled code.
 _TILED, _GENERATED = "tiled", "generated"
 _FUNCTIONS, _INSIDE = "functions", "inside"  # of functions of torch, if known
-_OPTIONAL = {_TILED, _GENERATED, _FUNCTIONS, _INSIDE}
+_KEPT = "kept_backwards"  # of steps that keep the graph
+_OPTIONAL = {_TILED, _GENERATED, _FUNCTIONS, _INSIDE, _KEPT}
 _LEAST_ENGINE_COSTS = 2  # earlier versions wrote no more
 _UNKNOWN = -1  # in place of a row of "lines" or "tensors"
 
@@ -99,10 +95,7 @@ def dumps(graph: Graph) -> str:
         ],
         "ops": ops,
         "storages": [[s.bytes, s.kind, s.maker, s.last] for s in graph.storages],
-        "saved": [
-            [s.storage, s.call, s.packed_at, s.unpacked_at, s.last_held, s.last_used]
-            for s in graph.saved
-        ],
+        "saved": [rows.of_saved(one) for one in graph.saved],
         "encodings": [
             [*row[:-2], round(row[-2], 9), round(row[-1], 9)]
             for row in map(astuple, graph.encodings)
@@ -111,6 +104,7 @@ def dumps(graph: Graph) -> str:
         **_lines(graph),
         **_tensors(graph),
         **({_TILED: [astuple(one) for one in graph.tiled]} if graph.tiled else {}),
+        **({_KEPT: graph.kept_backwards} if graph.kept_backwards else {}),
         **_generated(graph),
         **_functions(graph),
     }
@@ -118,14 +112,14 @@ def dumps(graph: Graph) -> str:
 
 
 def _generated(graph: Graph) -> dict[str, Any]:
-    rows = [[*astuple(one)[:-1], round(one.overhead, 9)] for one in graph.generated]
-    return {_GENERATED: rows} if rows else {}
+    found = [[*astuple(one)[:-1], round(one.overhead, 9)] for one in graph.generated]
+    return {_GENERATED: found} if found else {}
 
 
 def _functions(graph: Graph) -> dict[str, Any]:
-    rows = [call.functions for call in graph.calls]
+    called = [call.functions for call in graph.calls]
     inside = [number for number, op in enumerate(graph.ops) if op.is_inside]
-    counts = {} if rows == [None] * len(rows) else {_FUNCTIONS: rows}
+    counts = {} if called == [None] * len(called) else {_FUNCTIONS: called}
     return {**counts, **({_INSIDE: inside} if inside else {})}
 
 
@@ -141,8 +135,8 @@ def _tensors(graph: Graph) -> dict[str, Any]:
     types = sorted({one.tensor for one in graph.storages if one.tensor is not None})
     row: dict[TensorType | None, int] = {one: i for i, one in enumerate(types)}
     row[None] = _UNKNOWN
-    rows = [row[one.tensor] for one in graph.storages]
-    return {"tensors": types, "storage_tensors": rows}
+    types_of = [row[one.tensor] for one in graph.storages]
+    return {"tensors": types, "storage_tensors": types_of}
 
 
 def loads(text: str, name: str) -> Graph:
@@ -177,43 +171,12 @@ def loads(text: str, name: str) -> Graph:
         raise _unreadable(name, f"has a malformed record ({error})") from None
 
 
-def _op(
-    names: dict[int, str],
-    line: str,
-    name: int,
-    call: int,
-    reads: list[int],
-    writes: list[int],
-    outputs: list[int],
-    workspace: tuple[list[int], list[int]],
-    flops: int,
-    moved_bytes: int,
-    seconds: float,
-    random: int,
-    launch_seconds: float,
-) -> Op:
-    before, after = workspace
-    return Op(
-        names[name],
-        call,
-        tuple(reads),
-        tuple(writes),
-        tuple(outputs),
-        Workspace(tuple(before), tuple(after)) if before or after else NO_WORKSPACE,
-        flops,
-        moved_bytes,
-        seconds,
-        bool(random),
-        launch_seconds,
-        line,
-    )
-
-
 def _from_content(content: dict[str, Any]) -> Graph:
     names = dict(enumerate(content["names"]))
     lines, tensors = _columns(content)
     ops = [
-        _op(names, line, *row) for row, line in zip(content["ops"], lines, strict=True)
+        rows.op(names, line, *row)
+        for row, line in zip(content["ops"], lines, strict=True)
     ]
     for number in content.get(_INSIDE, ()):
         ops[range(len(ops)).index(number)] = replace(ops[number], is_inside=True)
@@ -227,7 +190,7 @@ def _from_content(content: dict[str, Any]) -> Graph:
                 content["storages"], tensors, strict=True
             )
         ),
-        saved=tuple(Saved(*row) for row in content["saved"]),
+        saved=tuple(map(rows.saved, content["saved"])),
         calls=tuple(
             Call(
                 fqn, n, parent, start, stop, module, tuple(given), tuple(state), called
@@ -250,18 +213,9 @@ def _from_content(content: dict[str, Any]) -> Graph:
         engine=EngineCosts(*content["engine"]),
         options=dict(content["options"]),
         tiled=tuple(TiledBits(*row) for row in content.get(_TILED, ())),
-        generated=tuple(_code(*row) for row in content.get(_GENERATED, ())),
+        kept_backwards=tuple((start, stop) for start, stop in content.get(_KEPT, ())),
+        generated=tuple(rows.code(*row) for row in content.get(_GENERATED, ())),
     )
-
-
-def _code(
-    regions: list[tuple[int, int | None, list[tuple[int, int]]]], *rest: Any
-) -> GeneratedCode:
-    saving = tuple(
-        SavingRegion(call, last, tuple((op, output) for op, output in save))
-        for call, last, save in regions
-    )
-    return GeneratedCode(saving, *rest)
 
 
 def _engine_row(costs: EngineCosts) -> list[float]:

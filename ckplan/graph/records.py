@@ -195,6 +195,18 @@ class Saved:
     unpacked_at: int  # backward op before which it is unpacked; -1: never
     last_held: int  # last moment that autograd holds it
     last_used: int  # last moment that the autograd node itself holds it
+    # (unpacked at, last used) in each backward that takes it anew, if several do.
+    uses: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def every_use(self) -> tuple[tuple[int, int], ...]:
+        """(unpacked at, last used) in each backward that takes it anew."""
+        one = ((self.unpacked_at, self.last_used),) if self.unpacked_at >= 0 else ()
+        return self.uses or one
+
+    def is_used_at(self, moment: int) -> bool:
+        """Whether a backward uses it at an op."""
+        return any(begin <= moment <= end for begin, end in self.every_use)
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,6 +316,8 @@ class RecordedStep:
     options: Mapping[str, str] = field(default_factory=dict)
     tiled: tuple[TiledBits, ...] = ()  # tests; none if no call can run in tiles
     generated: tuple[GeneratedCode, ...] = ()  # of a compiled step, the cheapest first
+    # Ops [start, stop) of backwards with retain_graph=True, after which more may come.
+    kept_backwards: tuple[tuple[int, int], ...] = ()
 
     def __repr__(self) -> str:
         """One line: a step has thousands of records."""

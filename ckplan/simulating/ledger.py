@@ -55,6 +55,7 @@ class Ledger:
         self.flow = program.flow
         self.effect = effect
         self.moment = 0
+        self.keeps_graph = False  # the backward that runs: all is used again after it
         self._view = view
         self._runs_left = program.runs()  # step -> runs left
         self._to_free: list[tuple[int, int]] = []  # (half moment, bytes), a heap
@@ -168,7 +169,7 @@ class Ledger:
         op = self._view.graph.ops[number]
         self.effect.steps.append(number)
         self.effect.gaps.append(self.moment)
-        self._runs_left[step] -= 1
+        self._runs_left[step] -= not self.keeps_graph
         if op.random:
             self._replay_random_op(step)
         return op.workspace
@@ -194,6 +195,8 @@ class Ledger:
 
     def decoded(self, value: int) -> None:
         """Free the encoded form of a value."""
+        if self.keeps_graph:
+            return
         _, form = self._encoded.pop(value)
         self.free(form, self.moment)
 

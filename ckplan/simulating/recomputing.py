@@ -13,6 +13,7 @@ from ckplan.errors import PlanError
 from ckplan.graph.graph import Graph
 from ckplan.graph.records import FUNCTIONS_PER_OP, MULTIPLIES, Encoding, Saved
 from ckplan.plan.region import PROGRAM, Region
+from ckplan.simulating.backwards import backwards_of, reruns_of
 from ckplan.simulating.effect import BEFORE_OP, COPIED, REBUILT, Effect, Interval, Work
 from ckplan.simulating.ledger import ByteCounter, Ledger, is_on_cpu, random_state_bytes
 from ckplan.simulating.rebuild import Rebuild
@@ -47,7 +48,8 @@ def _program_effect(view: RegionView, region: Region) -> Effect:
         }
         raise _overwritten_error(view, overwritten_inputs)
     encoded = view.encoded_values(region)
-    if any(one.name == MOVED for one in encoded.values()):
+    moves = any(one.name == MOVED for one in encoded.values())
+    if moves:
         _check_wanted(view, encoded, view.wanted(region))
     effect = Effect(dropped={*dropped})
     retained = (view.flow.storage_of[value] for value in program.retained)
@@ -55,17 +57,30 @@ def _program_effect(view: RegionView, region: Region) -> Effect:
         effect.hold(storage, 2 * view.stop - 1)
     ledger = Ledger(view, program, effect, encoded)
     rebuild = Rebuild(program, ByteCounter(ledger, program.retained))
-    events = [(s, v, dropped[i]) for i, s, v in view.packed if i in dropped]
-    for saved, value, part in sorted(events, key=lambda event: event[0].unpacked_at):
-        if saved.unpacked_at >= 0:
-            ledger.enter_gap(2 * saved.unpacked_at)
+    events = {i: (s, v, dropped[i]) for i, s, v in view.packed if i in dropped}
+    saves = [(index, saved) for index, (saved, _, _) in events.items()]
+    before: ByteCounter | None = None
+    for backward in backwards_of(view.graph, saves, anew=not moves):
+        one = rebuild
+        if backward.keeps_graph:
+            one = Rebuild(program, ByteCounter(ledger, ()))
+        for use in backward.uses:
+            _, value, part = events[use.saved]
+            ledger.enter_gap(2 * use.begin)
+            if before is not None:
+                before.close()
+                before = None
+            ledger.keeps_graph = backward.keeps_graph
             ledger.ask()
-            owner = rebuild.owner(value, part)
+            owner = one.owner(value, part)
             owner.materialize(value)
             ledger.restore_random_state()
-            owner.machine.unpack(value, 2 * saved.last_held + 1)
+            owner.machine.unpack(value, 2 * use.end + 1)
             owner.release(value)
-    ledger.enter_gap(max((2 * s.last_held + 1 for s, _, _ in events), default=0))
+        before = one.machine if backward.keeps_graph else None
+    ledger.enter_gap(max((2 * s.last_held + 1 for _, s in saves), default=0))
+    if before is not None:
+        before.close()
     rebuild.machine.close()
     ledger.close()
     _count_seconds(view, region, effect)
@@ -169,12 +184,13 @@ def _rerun_effect(view: RegionView, region: Region) -> Effect:
     for storage in inputs if view.saves else ():
         effect.hold(storage, 2 * last + 1)
     effect.allocated += _snapshot(view, 2 * last + 1)
-    unpacked_at = [saved.unpacked_at for saved in view.saves if saved.unpacked_at >= 0]
-    if unpacked_at:
-        overwritten_inputs = view.changed_inputs(min(unpacked_at))
+    reruns = list(reruns_of(view.numbered))
+    if reruns:
+        overwritten_inputs = view.changed_inputs(max(first for first, _ in reruns))
         if overwritten_inputs:
             raise _overwritten_error(view, overwritten_inputs)
-        _rerun_module(view, made, min(unpacked_at), effect)
+    for first, ends in reruns:
+        _rerun_module(view, made, ends, first, effect)
     _count_seconds(view, region, effect)
     return effect
 
@@ -223,14 +239,21 @@ def _rerun_ops(view: RegionView) -> Iterator[int]:
 
 
 def _rerun_module(
-    view: RegionView, made: Iterable[tuple[int, Saved]], first: int, effect: Effect
+    view: RegionView,
+    made: Iterable[tuple[int, Saved]],
+    ends: Mapping[int, int],
+    first: int,
+    effect: Effect,
 ) -> None:
-    """Run all ops at once, in the gap before op ``first``."""
+    """Run all ops at once, in the gap before op ``first``.
+
+    What is made again is held until the op in ``ends``, by index of the saved tensor.
+    """
     graph = view.graph
     until: dict[int, int] = {}
-    for _, saved in made:
-        if saved.last_used >= first:  # torch's checkpoint passes it to the node
-            until[saved.storage] = max(until.get(saved.storage, 0), saved.last_used)
+    for index, saved in made:
+        if index in ends:  # torch's checkpoint passes it to the node
+            until[saved.storage] = max(until.get(saved.storage, 0), ends[index])
     gap = 2 * first
     found = sum(graph.storages[storage].bytes for storage in view.call.state)
     found += random_state_bytes(graph) * sum(view.draws)

@@ -133,9 +133,8 @@ def _keep_operands(
     begin = found.backward
     for index in chain.from_iterable(graph.saved_of.get(one, ()) for one in read):
         if saved[index].unpacked_at in begin:
-            saved[index] = replace(
-                saved[index], unpacked_at=begin[0], last_used=end, last_held=end
-            )
+            ends = {"unpacked_at": begin[0], "last_used": end, "last_held": end}
+            saved[index] = replace(saved[index], **ends, uses=())
 
 
 def _move(ops: list[Op], storages: list[Storage], storage: int, maker: int) -> None:

@@ -67,8 +67,8 @@ class RegionView:
         found = graph.saved_in(call, last)
         self.saves: list[Saved] = [graph.saved[index] for index in found]
         # (index, saved tensor) of those whose storage the region makes.
-        self._numbered = [*zip(found, self.saves, strict=True)]
-        self.made = [one for one in self._numbered if self.inside(one[1].storage)]
+        self.numbered = [*zip(found, self.saves, strict=True)]
+        self.made = [one for one in self.numbered if self.inside(one[1].storage)]
         # A rerun must execute the ops before this one to make all saved tensors.
         self.saved_stop = max([self.start, *(saved.packed_at for saved in self.saves)])
 
@@ -204,7 +204,7 @@ class RegionView:
     def saved_by_rerun(self) -> list[tuple[int, Saved]]:
         """(index, saved tensor) of those that a rerun makes again."""
         return self.made + [
-            one for one in self._numbered if one[1].storage in self.casts
+            one for one in self.numbered if one[1].storage in self.casts
         ]
 
     def changed_inputs(self, before: int) -> set[int]:
@@ -309,7 +309,8 @@ class RegionView:
         encoded = self.encoded_values(region)
         program = compile_program(self.flow, needed, kept, encoded, parts)
         indices = {index: part_of.get(index, 0) for index, _ in dropped}
-        stop = max((s.unpacked_at for i, s in self.made if i in indices), default=-1)
+        used = (s.every_use[-1:] for i, s in self.made if i in indices)
+        stop = max((begin for last in used for begin, _ in last), default=-1)
         storage_of = self.flow.storage_of
         late = {
             value

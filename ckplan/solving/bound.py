@@ -185,7 +185,8 @@ def _moment(
     needed: dict[int, None] = {}
     one_time_costs_of: dict[int, set[int]] = defaultdict(set)
     for value, saved in zip(values, graph.saved, strict=True):
-        if saved.unpacked_at > op and flow.is_current(value):
+        later = saved.every_use and saved.every_use[-1][0] > op
+        if later and flow.is_current(value):
             needed[value] = None
             number = one_time_costs.cost_of_dropping(saved)
             if number is not None:
@@ -228,9 +229,7 @@ def forward_encodings(graph: Graph, flow: Flow) -> dict[int, Encoding]:
 
 def _alive_regardless(graph: Graph, moment: int) -> set[int]:
     """Storages alive at a moment in every plan: retained by the step, or in use."""
-    in_use = {
-        s.storage for s in graph.saved if 0 <= s.unpacked_at <= moment <= s.last_used
-    }
+    in_use = {s.storage for s in graph.saved if s.is_used_at(moment)}
     return in_use | {
         number
         for number, storage in enumerate(graph.storages)
@@ -240,9 +239,14 @@ def _alive_regardless(graph: Graph, moment: int) -> set[int]:
 
 
 def _held_for_later_use(graph: Graph, moment: int) -> set[int]:
-    """Storages retained at a moment by saved tensors that are used later or never."""
+    """Storages retained at a moment by saved tensors that are used later or never.
+
+    After a backward that keeps the graph, all may be made again.
+    """
+    keeps = bool(graph.kept_backwards)
     return {
         s.storage
         for s in graph.saved
-        if s.unpacked_at > moment or (s.unpacked_at < 0 and s.last_held >= moment)
+        if s.unpacked_at > moment
+        or (s.last_held >= moment and (keeps or s.unpacked_at < 0))
     }

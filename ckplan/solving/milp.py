@@ -34,6 +34,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
+from ckplan.errors import CkplanError
 from ckplan.graph.graph import Graph
 from ckplan.graph.records import BEFORE_STEP, Saved
 from ckplan.simulating.ledger import random_state_bytes
@@ -55,8 +56,17 @@ def solve_exactly(
         simulator: The simulator of the graph; it says which unplanned bytes are fixed.
         budget_bytes: Limit on the total allocated peak of the step.
         time_limit_seconds: Seconds after which the search stops.
+
+    Raises:
+        CkplanError: No solver is installed, or a backward keeps the graph.
     """
     check_solver()
+    if simulator.graph.kept_backwards:
+        raise CkplanError(
+            "cannot solve exactly: a backward of the step keeps the graph",
+            needed="a step without retain_graph=True",
+            hint="solve without --method milp",
+        )
     model = _Model(simulator, budget_bytes)
     graph = simulator.graph
     one_batch = graph.step_seconds / graph.num_batches  # its costs are of one

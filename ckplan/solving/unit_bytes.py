@@ -13,6 +13,7 @@ from typing import TypeAlias
 
 from ckplan.errors import PlanError
 from ckplan.plan.region import Region
+from ckplan.simulating.backwards import backwards_of
 from ckplan.simulating.simulate import Simulator
 from ckplan.simulating.view import RegionView
 from ckplan.solving.unit_closure import alive_regardless
@@ -137,8 +138,13 @@ class UnitBytes:
                     place(2 * s.unpacked_at),
                     place(2 * s.last_held),
                     place(2 * s.last_used),
+                    *((place(2 * a), place(2 * b)) for a, b in s.uses),
                 )
                 for _, s in view.made
             ),
             tuple(map(ends, dict.fromkeys(view.flow.storage_of))),
+            tuple(
+                (one.keeps_graph, len(one.uses))
+                for one in backwards_of(self._graph, view.made)
+            ),
         )

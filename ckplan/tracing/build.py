@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import torch
 
+from ckplan.applying.rebuilding.backwards import NOT_KEPT
 from ckplan.encodings import encoded_bytes, form_of, is_dense
 from ckplan.graph.graph import Graph
 from ckplan.graph.records import (
@@ -88,6 +90,7 @@ def build_graph(
                 s.wanted,
                 s.done,
                 s.done if s.wanted < 0 else s.used,
+                tuple((u.wanted, u.used) for u in s.uses) if len(s.uses) > 1 else (),
             )
             for s in saves
         ),
@@ -96,6 +99,7 @@ def build_graph(
         hazards=find_hazards(recording, call_number),
         num_forward=recording.num_forward,
         num_backward=recording.num_backward,
+        kept_backwards=tuple(_kept_backwards(saves)),
     )
 
 
@@ -238,10 +242,21 @@ def _of_forward(recording: Recording) -> list[RawSaved]:
                 raw.last = max(raw.last, saved.done)
     mine = [one for one in recording.saved if one.at <= recording.num_forward]
     for saved in mine:
-        if saved.wanted > saved.used:  # its node freed it and ran no op on it
-            saved.wanted = saved.used = max(saved.used, recording.num_forward)
-            saved.done = max(saved.done, saved.used)
+        for use in saved.uses:
+            if use.wanted > use.used:  # its node freed it and ran no op on it
+                use.wanted = use.used = max(use.used, recording.num_forward)
+                saved.done = max(saved.done, use.used)
     return sorted(mine, key=lambda one: one.at)
+
+
+def _kept_backwards(saves: Iterable[RawSaved]) -> Iterator[tuple[int, int]]:
+    """Ops [start, stop) of the backwards that keep the graph."""
+    wanted: dict[int, list[int]] = {}
+    for use in chain.from_iterable(one.uses for one in saves):
+        if use.kept != NOT_KEPT:
+            wanted.setdefault(use.kept, []).append(use.wanted)
+    for _, found in sorted(wanted.items()):
+        yield min(found), max(found) + 1
 
 
 def _storage(recording: Recording, number: int) -> Storage:

@@ -8,10 +8,10 @@ copies, so the loop computes what it computes without a recorder.
 from __future__ import annotations
 
 import os
-from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import cached_property
+from itertools import chain
 from typing import Any, NamedTuple
 from unittest import mock
 from weakref import ref
@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import Variable
 from torch.nn.parameter import is_lazy
 
+from ckplan.applying.rebuilding.backwards import NOT_KEPT
 from ckplan.collector import apart_from_garbage, instances_of
 from ckplan.errors import WorkloadError
 from ckplan.graph.records import BEFORE_STEP, OUTSIDE_CALLS
@@ -30,7 +31,6 @@ from ckplan.tracing.recording.function_counts import FunctionCounts
 from ckplan.tracing.recording.recorder import StepRecorder
 from ckplan.tracing.recording.recording import (
     STILL_ALIVE,
-    RawSaved,
     RawStorage,
     Recording,
 )
@@ -48,9 +48,13 @@ NOTE_OVER = (
     "loop should end the step"
 )
 NOTE_AGAIN = (
-    "a second backward runs through the same forward (retain_graph): what is rebuilt "
-    "for the first one is counted until the last, and reruns, which let it go, may "
-    "take less; a backward of the sum of both losses needs less memory"
+    "a second backward runs through the same forward (retain_graph): what a plan "
+    "drops is recomputed for each; a backward of the sum of both losses needs it once"
+)
+
+NOTE_KEPT = (
+    "a backward keeps the graph (retain_graph=True), and no other one runs through it: "
+    "without that, autograd frees what it holds as backward goes"
 )
 
 
@@ -88,6 +92,7 @@ class LoopWatch:
         self.batch: dict[str, str] = {}  # of the largest call of the model
         self._holds_over = False  # autograd does, from this step to the next
         self._runs_again = False  # a backward, through what another one went through
+        self._keeps_graph = False  # a backward does
         self._model, self._placed = model, placed
         on_cuda = placed.type == "cuda"
         self._recorder = StepRecorder(model, placed, fake=False, on_cuda=on_cuda)
@@ -127,7 +132,9 @@ class LoopWatch:
     def result(self) -> Trimmed:
         """The step; of accumulated batches that run the same ops, the largest one."""
         recording, rounds = self._recorder.recording, self.rounds
-        self._runs_again = _run_again(recording, [one.stop for one in rounds])
+        self._runs_again = any(len(one.uses) > 1 for one in recording.saved)
+        uses = chain.from_iterable(one.uses for one in recording.saved)
+        self._keeps_graph = any(use.kept != NOT_KEPT for use in uses)
         self._holds_over = _hold_over(recording)
         alike = {_signature(recording, one) for one in rounds}
         if len(rounds) < 2 or len(alike) > 1 or alike == {()}:
@@ -146,6 +153,8 @@ class LoopWatch:
             yield NOTE_OVER
         if self._runs_again:
             yield NOTE_AGAIN
+        elif self._keeps_graph:
+            yield NOTE_KEPT
 
     def _given(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -313,16 +322,6 @@ def _hold_over(recording: Recording) -> bool:
         )
         storages.append(before)
     return bool(over)
-
-
-def _run_again(recording: Recording, ends: Sequence[int]) -> bool:
-    """Whether a backward uses tensors that one before it has used."""
-
-    def has_ended(saved: RawSaved) -> bool:
-        first = bisect_left(ends, saved.wanted)
-        return first < len(ends) and saved.used >= ends[first]
-
-    return any(one.wanted >= 0 and has_ended(one) for one in recording.saved)
 
 
 def elements(shapes: Mapping[str, str]) -> int:

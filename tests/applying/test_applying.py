@@ -689,6 +689,14 @@ class Noisy(nn.Module):
         return torch.tanh(functional.rrelu(self.linear(x), training=True))
 
 
+class NoisyInPlace(Noisy):
+    """The op that fills the noise overwrites its input, too."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = functional.rrelu(self.linear(x), training=True, inplace=True)
+        return torch.tanh(hidden)
+
+
 class Ensemble(nn.Module):
     """Its tensors are those of ``torch.func``."""
 
@@ -728,7 +736,7 @@ class Saved(Reentrant):
         return x + again
 
 
-@pytest.mark.parametrize("kind", [Noisy, Ensemble, Reentrant, Saved])
+@pytest.mark.parametrize("kind", [Noisy, NoisyInPlace, Ensemble, Reentrant, Saved])
 @pytest.mark.parametrize("planned", [False, True])
 def test_odd_ways_to_save_are_traced_and_planned(
     kind: type[nn.Module], planned: bool

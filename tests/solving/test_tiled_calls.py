@@ -331,6 +331,24 @@ def test_calls_that_begin_with_a_norm_of_the_batch_are_tested(
     assert {graph.calls[t.call].module for t in graph.tiled} == {"Sequential"}
 
 
+class Shifted(nn.Module):
+    """An MLP that begins with an op of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        made: Tensor = self.down(nn.functional.gelu(self.up(rows + 1.0)))
+        return made
+
+
+def test_a_batch_that_is_a_part_of_a_tensor_is_tested_too() -> None:
+    rows = torch.randn(2, ROWS, WIDTH)[1]
+    step = ckplan.profile(nn.Sequential(Shifted()), rows, loss=loss_of, replay=False)
+    assert [one.difference for one in step.tiled] == [0]
+
+
 def test_an_mlp_beside_its_norm_is_taken_without_it() -> None:
     graph = recorded(lambda: norm_first(nn.LayerNorm(WIDTH), wide()))
     calls = [graph.calls[call].fqn for call in row_wise_calls(graph)]

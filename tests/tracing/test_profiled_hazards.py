@@ -194,6 +194,24 @@ class Chance(Block):
         return chance(x)
 
 
+class Observed(Block):
+    """Quantizes to a range that its kernel moves: aware training of torch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name, start in (("low", math.inf), ("high", -math.inf), ("scale", 1.0)):
+            self.register_buffer(name, torch.full((1,), start))
+        self.register_buffer("zero", torch.zeros(1, dtype=torch.int))
+        self.register_buffer("on", torch.ones(1, dtype=torch.long))
+
+    def change(self, x: torch.Tensor) -> torch.Tensor:
+        moved = self.low, self.high, self.scale, self.zero
+        limits = 0.01, 0, 127, -1
+        return torch.fused_moving_avg_obs_fake_quant(
+            x, self.on, self.on, *moved, *limits
+        )
+
+
 class Asking(Block):
     """Asks for a value, so that it is traced on real tensors."""
 
@@ -262,6 +280,7 @@ GUARDED = [
     (GlobalState, "state", PROGRAM),
     (Chance, "chance", ()),
     (Penalty, "backward", ()),
+    (Observed, "unseen", ()),
 ]
 
 

@@ -23,7 +23,7 @@ from ckplan.plan.plan import Plan
 from ckplan.plan.resolve import resolve
 from ckplan.simulating.simulate import simulate
 from ckplan.tracing.ops_twice import NOTE_SAME
-from ckplan.tracing.watched_loop import NOTE_AGAIN, NOTE_OVER
+from ckplan.tracing.watched_loop import NOTE_AGAIN, NOTE_KEPT, NOTE_OVER
 
 
 def trained(loop: Loop, steps: int, plan: Plan | None = None) -> list[torch.Tensor]:
@@ -204,7 +204,7 @@ def test_functions_are_counted_in_a_loop_as_in_a_profile() -> None:
         assert sum(inside) > len(inside) // 2
 
 
-@pytest.mark.parametrize("way", ["sum", "two", "retained", "unused"])
+@pytest.mark.parametrize("way", ["sum", "two", "retained", "kept", "unused"])
 def test_what_autograd_holds_for_longer_is_noted(way: str) -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Sigmoid())
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -220,12 +220,15 @@ def test_what_autograd_holds_for_longer_is_noted(way: str) -> None:
             elif way == "retained":
                 one.backward(retain_graph=True)
                 other.backward()
+            elif way == "kept":
+                (one + other).backward(retain_graph=True)
             else:
                 one.backward()
             optimizer.step()
             optimizer.zero_grad()
     notes = recorder.graph.notes
     assert (NOTE_AGAIN in notes) == (way == "retained")
+    assert (NOTE_KEPT in notes) == (way == "kept")
     assert (NOTE_OVER in notes) == (way != "sum")
 
 

@@ -12,13 +12,15 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import torch
 
 from ckplan.applying.moving.moved import Group, Moved
 from ckplan.applying.moving.mover import Form
-from ckplan.applying.rebuilding.schedule import Answer, Schedule
+from ckplan.applying.rebuilding.backwards import NOT_KEPT, kept_backward
+from ckplan.applying.rebuilding.schedule import Answer, Schedule, Stage
 from ckplan.applying.rebuilding.script import Code
 from ckplan.applying.tensors.random_state import random_state, set_random_state
 from ckplan.applying.tensors.retained import Retained, check_gathered
@@ -27,6 +29,17 @@ from ckplan.errors import ApplyError
 
 _Place: TypeAlias = tuple[torch.device, torch.Generator | None]
 """Owner of a random state: a generator, or a device."""
+
+
+@dataclass
+class _Start:
+    """What a backward with ``retain_graph=True`` found, for the next one."""
+
+    stage: Stage
+    values: dict[int, Retained | torch.Tensor]
+    encoded: dict[int, Form]
+    states: dict[int, torch.Tensor]
+    asked: set[int] = field(default_factory=set)  # saved tensors, since then
 
 
 class Rebuilder:
@@ -67,6 +80,13 @@ class Rebuilder:
         self._found: dict[_Place, torch.Tensor] = {}  # random states to restore
         self._order = stream_order(self._tensors()) if schedule.on_gpu else None
         self._warned = self._interrupted = False
+        self._backward = -1  # number of the one that asked last
+        self._start: _Start | None = None
+
+    @property
+    def keeps_graph(self) -> bool:
+        """Whether the backward that runs keeps all that it found, for another one."""
+        return self._start is not None
 
     @property
     def holds_written(self) -> bool:
@@ -78,8 +98,9 @@ class Rebuilder:
 
         Until then it is no copy: most forwards come after the backward of the last one.
         """
+        values = self._values if self._start is None else self._start.values
         for value in self._schedule.written:
-            one = self._values.get(value)
+            one = values.get(value)
             if isinstance(one, Retained):
                 one.copy()
 
@@ -95,6 +116,9 @@ class Rebuilder:
         """
         if self._moved is not None:
             self._moved.ask()
+        backward = torch._C._current_graph_task_id()
+        if backward != self._backward or self._start is not None:
+            self._begin(backward, number)
         stage = self._stage
         answer = stage.answers.get(number) or self._schedule.answer(stage, number)
         if self._interrupted:
@@ -108,6 +132,32 @@ class Rebuilder:
             tensor = self._run(answer.code)
         self._stage, self._interrupted = answer.stage, False
         return tensor
+
+    def _begin(self, backward: int, number: int) -> None:
+        """Begin a backward; after one that kept the graph, with all that it found.
+
+        So what the one before rebuilt need not stay. It does where backward is itself
+        differentiated, whose graph holds it, and where values move, which come once.
+        """
+        start, is_new = self._start, backward != self._backward
+        if start is not None and (is_new or number in start.asked):
+            self._stage, self._values = start.stage, dict(start.values)
+            self._encoded, self._states = dict(start.encoded), dict(start.states)
+            start.asked.clear()
+        if is_new:
+            self._backward = backward
+            if self._moved is not None or kept_backward() == NOT_KEPT:
+                start = None
+            elif start is None:
+                start = _Start(
+                    self._stage,
+                    dict(self._values),
+                    dict(self._encoded),
+                    dict(self._states),
+                )
+            self._start = start
+        if start is not None:
+            start.asked.add(number)
 
     def _compute(self, answer: Answer) -> torch.Tensor:
         """Run ops as in forward, and leave modes and generators as they were."""

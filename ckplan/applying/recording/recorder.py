@@ -245,7 +245,9 @@ class Recorder(TorchDispatchMode):
             elif storages.unfilled and has_zero_beta(func, kwargs):
                 storages.unfilled.pop(reads[0], None)
             if writes:
-                self._overwrite(traits, fresh, number, writes)
+                self._overwrite(traits, number, writes)
+                own = refs[0] if traits.in_place else None
+                self.packing.fill(fresh, storages.flow.overwrites[number], own)
             for tensor in moved:  # what came from elsewhere stays
                 self.log.broken = True
                 storages.retained[storages.value(tensor)] = retain(tensor)
@@ -281,16 +283,13 @@ class Recorder(TorchDispatchMode):
             self.log.broken = True
 
     def _overwrite(
-        self, traits: OpTraits, fresh: int, number: int, writes: Collection[int]
+        self, traits: OpTraits, number: int, writes: Collection[int]
     ) -> None:
         """Handle an op that overwrote values: forget their old content."""
-        overwrites = self.storages.flow.overwrites[number]
-        for value in overwrites:
+        for value in self.storages.flow.overwrites[number]:
             self.storages.retained.pop(value, None)
         if traits.ignores_old_content:
             self.storages.fill(writes)
-        if not traits.name.endswith("_"):
-            self.packing.fill(fresh, overwrites)
 
     def _pass(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an op that makes nothing."""

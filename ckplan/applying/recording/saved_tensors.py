@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
+from weakref import ref
 
 import torch
 
@@ -11,7 +13,7 @@ from ckplan.applying.rebuilding.digest import Digest, digest, is_alike
 from ckplan.applying.rebuilding.rebuilder import Rebuilder
 from ckplan.applying.rebuilding.schedule import Packed
 from ckplan.applying.tensors.kept import Kept, keep, unpack_kept
-from ckplan.applying.tensors.retained import ref_of
+from ckplan.applying.tensors.retained import ref_of, values_in
 from ckplan.applying.tensors.storages import Storages
 from ckplan.errors import ApplyError
 
@@ -29,13 +31,14 @@ class Handle:
 class Dropped:
     """A saved tensor that is rebuilt when backward needs it."""
 
-    __slots__ = ("handle", "like", "number", "tensor")
+    __slots__ = ("handle", "lent", "like", "number", "tensor")
 
     def __init__(self, handle: Handle, number: int) -> None:
         self.handle = handle
         self.number = number  # among the saved tensors of its forward
         self.like: Digest | None = None  # its digest, in a first forward
         self.tensor: torch.Tensor | None = None  # rebuilt, until its node frees this
+        self.lent: ref[torch.Tensor] | None = None  # or to a backward that keeps this
 
 
 class Packing:
@@ -92,7 +95,7 @@ class Packing:
             dropped.like = digest(tensor)
         return dropped
 
-    def fill(self, since: int, filled: Mapping[int, int]) -> None:
+    def fill(self, since: int, filled: Mapping[int, int], own: Any) -> None:
         """Map tensors saved before their op fills them to the filled values.
 
         Such as the noise of ``rrelu_with_noise``, which is no new version.
@@ -100,10 +103,12 @@ class Packing:
         Args:
             since: How many were packed before the first of those that count.
             filled: Values, and what they became.
+            own: What an op in place is done to, as its step has it: saved as it was.
         """
+        own = values_in(own)
         for place in range(since, len(self.packed)):
             old = self.packed[place]
-            if old.value not in filled:
+            if old.value not in filled or old.value in own:
                 continue
             new = filled[old.value]
             self.handle.filled.add(place)  # its digest was taken before
@@ -117,6 +122,8 @@ def unpack(packed: Kept | Dropped) -> torch.Tensor:
     if not isinstance(packed, Dropped):
         return unpack_kept(packed)
     tensor = packed.tensor
+    if tensor is None and packed.lent is not None:
+        tensor = packed.lent()
     if tensor is None:
         rebuilder = packed.handle.rebuilder
         if rebuilder is None:
@@ -125,7 +132,11 @@ def unpack(packed: Kept | Dropped) -> torch.Tensor:
                 needed="backward after forward",
                 hint="leave this call out of the plan",
             )
-        tensor = packed.tensor = rebuilder.unpack(packed.number)
+        tensor = rebuilder.unpack(packed.number)
+        if rebuilder.keeps_graph:
+            packed.lent = ref(tensor)
+        else:
+            packed.tensor = tensor
         like = None if packed.number in packed.handle.filled else packed.like
         if like is not None and not is_alike(like, tensor):
             rebuilder.warn_of(tensor)

@@ -21,6 +21,7 @@ class OpTraits(NamedTuple):
     name: str
     makes_nothing: bool  # a view, others' bytes, or only asks, perhaps under a lock
     writes: tuple[tuple[int, str], ...]  # arguments changed in place
+    in_place: bool  # the first of them is its input; others are filled, as noise is
     may_draw: bool
     batch_norm: bool
     dynamic: bool  # output shapes may depend on data
@@ -42,6 +43,7 @@ def traits_of(func: Any) -> OpTraits:
         name=name,
         makes_nothing=func.is_view or func.namespace == "prim" or name == "set_",
         writes=writes,
+        in_place=name.endswith("_"),
         may_draw=may_draw(func),
         batch_norm=name in BATCH_NORMS,
         dynamic=torch.Tag.dynamic_output_shape in func.tags,

@@ -164,6 +164,12 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
     return []
 
 
+def values_in(argument: Any) -> list[int]:
+    """The values of the tensors in an argument, in which they are ``Ref``."""
+    refs = argument if isinstance(argument, list) else [argument]
+    return [one.value for one in refs if isinstance(one, Ref)]
+
+
 def ref_of(tensor: torch.Tensor, value: int) -> Ref:
     """A tensor as a view of the value of its storage."""
     return Ref(value, place_of(tensor))

@@ -86,6 +86,10 @@ class _Edit:
             encodings=tuple(replace(e, op=shifted(e.op)) for e in graph.encodings),
             num_forward=num_forward,
             num_backward=len(ops) - num_forward - num_update,
+            kept_backwards=tuple(
+                (shifted(start), shifted(stop - 1) + 1)
+                for start, stop in graph.kept_backwards
+            ),
         )
 
     def _shifted(self, moment: int) -> int:
@@ -107,6 +111,7 @@ class _Edit:
             unpacked_at=self._shifted(saved.unpacked_at),
             last_held=self._shifted(saved.last_held),
             last_used=self._shifted(saved.last_used),
+            uses=tuple((self._shifted(a), self._shifted(b)) for a, b in saved.uses),
         )
 
     def _storage(self, made: NewStorage) -> Storage:

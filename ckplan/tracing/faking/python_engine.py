@@ -75,6 +75,8 @@ def use_python_engine() -> Iterator[None]:
         put(torch._C, "_current_graph_task_id", here.current_task)
         put(torch._C, "_will_engine_execute_node", here.will_run)
         hooks = torch._C._autograd
+        keeps = "_get_current_graph_task_keep_graph"
+        put(hooks, keeps, lambda: here.keeps_graph)
         put(hooks, "_push_saved_tensors_default_hooks", here.push_saved_tensors_hooks())
         put(hooks, "_pop_saved_tensors_default_hooks", here.pop_saved_tensors_hooks())
         put(torch.Tensor, "register_hook", here.register_on_tensor())

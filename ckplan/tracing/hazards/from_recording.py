@@ -42,6 +42,7 @@ PROGRAMS: tuple[str, ...] = (PROGRAM,)
 RERUNS: tuple[str, ...] = (RERUN,)
 NO_WAY: tuple[str, ...] = ()
 _GUARDS = {"random": BOTH, "plain state": BOTH, "shapes": BOTH, "backward": NO_WAY}
+_OBSERVERS = ("fused_moving_avg_obs_fake_quant", "_fused_moving_avg_obs_fq_helper")
 _REPLACES = ("copy_", "fill_", "zero_")  # ops that ignore the old content
 
 
@@ -119,6 +120,9 @@ def _of_ops(
         name = str(op.func.overloadpacket.__name__)
         if _updates_statistics(op):
             yield "statistics", f"{name} updates running statistics", BOTH
+        if name in _OBSERVERS:  # without a new version
+            yield "unseen", f"{name} moves the range that it quantizes to", NO_WAY
+            continue
         if any(isinstance(leaf, torch.Generator) for leaf in op.args):
             yield "random", f"{name} {OWN_GENERATOR}", BOTH
         if has_data_dependent_shape(op.func, op.args):

@@ -11,7 +11,7 @@ counted.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import wraps
 from types import TracebackType
@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import (
     _get_current_dispatch_mode_stack,
 )
 
+from ckplan.applying.rebuilding.backwards import NOT_KEPT, kept_backward
 from ckplan.applying.tensors.compiled import uncompiled_function
 from ckplan.applying.tensors.op_traits import traits_of
 from ckplan.graph.records import BEFORE_STEP, OUTSIDE_CALLS
@@ -38,6 +39,7 @@ from ckplan.tracing.recording.module_calls import ModuleCalls
 from ckplan.tracing.recording.recording import (
     RawOp,
     RawSaved,
+    RawUse,
     Recording,
     TensorMeta,
     describe,
@@ -203,7 +205,7 @@ class StepRecorder(TorchDispatchMode):
         reads += (s for s in outputs if s < known)  # known, but not inputs
         changed = written_by(traits, args, kwargs) if traits.writes else []
         writes = tuple(dict.fromkeys(map(self.storages.number_of, changed)))
-        self._fill(func, writes, position)
+        self._fill({*writes}, args[0] if traits.in_place else (), position)
         if len(self.recording.storages) > known or writes:
             given = tuple(map(meta, flat))
             described = tuple(map(describe, returned))
@@ -230,10 +232,10 @@ class StepRecorder(TorchDispatchMode):
             )
         return out
 
-    def _fill(self, func: Any, storages: Sequence[int], position: int) -> None:
+    def _fill(self, storages: set[int], own: object, position: int) -> None:
         """Move the save time of tensors to after the op that fills them."""
-        if not storages or func.overloadpacket.__name__.endswith("_"):
-            return
+        if storages:
+            storages = storages - self.storages.known(tensors_in(own))
         for saved in reversed(self.recording.saved):
             if saved.at < position:
                 break
@@ -271,20 +273,22 @@ class StepRecorder(TorchDispatchMode):
             assert isinstance(packed, torch.Tensor)
             return packed
         saved = self.recording.saved[packed.number]
-        if saved.wanted < 0:
-            saved.wanted = len(self.recording.ops)
+        kept = kept_backward()
+        if not saved.uses or saved.uses[-1].kept not in (NOT_KEPT, kept):
+            saved.uses.append(RawUse(len(self.recording.ops), kept=kept))
         if self._phase == "forward":
             self.recording.changes.append((saved.call, "backward", _DIFFERENTIATED))
         tensor = packed.copy
-        if tensor is None:
-            tensor = self._blank(packed.geometry, None)
+        if tensor is None or kept != NOT_KEPT:  # a tensor that goes before the graph
+            tensor = self._blank(packed.geometry, tensor)
 
-        number = packed.number
+        use, number = saved.uses[-1], packed.number
 
         def gone() -> None:
             if not self._closed:
-                saved.used = max(saved.used, len(self.recording.ops) - 1)
-                self.released(number)
+                use.used = max(use.used, len(self.recording.ops) - 1)
+                if use.kept == NOT_KEPT:  # else, the graph holds it on
+                    self.released(number)
 
         self.storages.alias_until_freed(tensor, saved.storage, gone)
         return tensor

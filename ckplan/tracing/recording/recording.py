@@ -89,15 +89,33 @@ class RawStorage:
 
 
 @dataclass(slots=True)
+class RawUse:
+    """A backward, or several that do not keep the graph, takes a saved tensor."""
+
+    wanted: int  # ops before it was first unpacked
+    used: int = -1  # last op before its unpacked tensor was freed
+    kept: int = -1  # number of the backward, if it keeps the graph (retain_graph=True)
+
+
+@dataclass(slots=True)
 class RawSaved:
     """A tensor that went through the saved-tensor hooks."""
 
     storage: int
     call: int
     at: int  # ops before it was saved
-    wanted: int = -1  # ops before it was first unpacked; -1: never
     done: int = -1  # last op before autograd freed it
-    used: int = -1  # last op before its unpacked tensor was freed
+    uses: list[RawUse] = field(default_factory=list)
+
+    @property
+    def wanted(self) -> int:
+        """Ops before it was first unpacked; -1: never."""
+        return self.uses[0].wanted if self.uses else -1
+
+    @property
+    def used(self) -> int:
+        """Last op before its unpacked tensor was freed; -1: it was never unpacked."""
+        return max((use.used for use in self.uses), default=-1)
 
 
 @dataclass(slots=True)

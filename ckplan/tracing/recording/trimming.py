@@ -15,6 +15,7 @@ from ckplan.tracing.recording.recording import (
     RawOp,
     RawSaved,
     RawStorage,
+    RawUse,
     Recording,
 )
 
@@ -175,9 +176,8 @@ def _saved(
         renamed[one.storage],
         numbers.get(one.call, OUTSIDE_CALLS),
         moved(one.at),
-        -1 if one.wanted < 0 else moved(one.wanted),
         kept.moved(one.done),
-        -1 if one.used < 0 else kept.moved(one.used),
+        [RawUse(moved(use.wanted), kept.moved(use.used), use.kept) for use in one.uses],
     )
 
 

@@ -235,7 +235,8 @@ def _given(graph: Graph, call: int, found: RowOps) -> TensorType:
     if found.forward[0] != start:  # a norm comes first
         made = graph.calls[call].arguments
         given = graph.storages[(*made, *graph.ops[start].reads)[0]].tensor
-        assert given is not None
+        if given is None:  # a part of a larger tensor of the batch
+            return tensor
         return given if made else tensor._replace(dtype=given.dtype)  # of the batch
     if not found.spatial:
         return tensor
