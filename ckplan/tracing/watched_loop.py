@@ -30,11 +30,15 @@ from ckplan.tracing.faking.backward_pass import leaf_of, reachable_nodes
 from ckplan.tracing.recording.function_counts import FunctionCounts
 from ckplan.tracing.recording.recorder import StepRecorder
 from ckplan.tracing.recording.recording import (
-    STILL_ALIVE,
-    RawStorage,
     Recording,
 )
-from ckplan.tracing.recording.trimming import Kept, Trimmed, largest_moment, trimmed
+from ckplan.tracing.recording.trimming import (
+    Kept,
+    Trimmed,
+    hold_over,
+    largest_moment,
+    trimmed,
+)
 from ckplan.tracing.watched_step import know_before
 from ckplan.training.fingerprint import batch_shapes, count_elements
 from ckplan.training.loaders import waiting_tensors
@@ -135,7 +139,7 @@ class LoopWatch:
         self._runs_again = any(len(one.uses) > 1 for one in recording.saved)
         uses = chain.from_iterable(one.uses for one in recording.saved)
         self._keeps_graph = any(use.kept != NOT_KEPT for use in uses)
-        self._holds_over = _hold_over(recording)
+        self._holds_over = hold_over(recording)
         alike = {_signature(recording, one) for one in rounds}
         if len(rounds) < 2 or len(alike) > 1 or alike == {()}:
             return trimmed(recording)
@@ -302,26 +306,6 @@ def _signature(recording: Recording, one: Round) -> tuple[Any, ...]:
     ops = recording.ops[calls[0].start : one.backward]
     first = recording.calls.index(calls[0])
     return tuple((op.func, max(op.call - first, -1)) for op in ops)
-
-
-def _hold_over(recording: Recording) -> bool:
-    """Keep what autograd holds at the end of the step; return whether it does.
-
-    Autograd held as much when the step began, which no hook has seen. It is counted up
-    to the end of the last backward, as its exact end is not known.
-    """
-    storages, num_ops = recording.storages, len(recording.ops)
-    stop = recording.num_forward + recording.num_backward
-    over = [one for one in recording.saved if one.done < 0]
-    for one in over:
-        one.done = num_ops
-    unseen = {one.storage for one in over if storages[one.storage].last != STILL_ALIVE}
-    for number in sorted(unseen):
-        before = RawStorage(
-            storages[number].bytes, "temporary", BEFORE_STEP, max(stop - 1, 0)
-        )
-        storages.append(before)
-    return bool(over)
 
 
 def elements(shapes: Mapping[str, str]) -> int:

@@ -64,8 +64,12 @@ def find_hazards(
         found[Hazard(call_number[call], "unseen", reason, RERUNS)] = None
     for call, reason, guard in _of_own_checkpoints(recording):
         found[Hazard(call_number[call], "again", reason, guard)] = None
+    for call, name in _of_observers(recording):
+        reason = f"{name} moves the range that it quantizes to"
+        found[Hazard(call_number[call], "unseen", reason, NO_WAY)] = None
     for index, raw in enumerate(recording.calls):
-        mine = [o for o in recording.ops[raw.start : raw.stop] if o.call == index]
+        ops = recording.ops[raw.start : raw.stop]
+        mine = [o for o in ops if o.call == index and not _is_observer(o)]
         for kind, reason, guard in _of_ops(recording, raw, mine):
             found[Hazard(call_number[index], kind, reason, guard)] = None
     inside = (hazard for hazard in found if hazard.call != OUTSIDE_CALLS)
@@ -90,6 +94,17 @@ def _of_unseen_kernels(recording: Recording) -> Iterator[int]:
     for saved in recording.saved:
         if saved.storage in waiting:
             yield waiting.pop(saved.storage)
+
+
+def _of_observers(recording: Recording) -> Iterator[tuple[int, str]]:
+    """(call, op) of kernels that change buffers that they read, at the same version."""
+    for op in recording.ops:
+        if _is_observer(op):
+            yield op.call, str(op.func.overloadpacket.__name__)
+
+
+def _is_observer(op: RawOp) -> bool:
+    return op.func.overloadpacket.__name__ in _OBSERVERS
 
 
 def _of_own_checkpoints(
@@ -120,9 +135,6 @@ def _of_ops(
         name = str(op.func.overloadpacket.__name__)
         if _updates_statistics(op):
             yield "statistics", f"{name} updates running statistics", BOTH
-        if name in _OBSERVERS:  # without a new version
-            yield "unseen", f"{name} moves the range that it quantizes to", NO_WAY
-            continue
         if any(isinstance(leaf, torch.Generator) for leaf in op.args):
             yield "random", f"{name} {OWN_GENERATOR}", BOTH
         if has_data_dependent_shape(op.func, op.args):

@@ -48,6 +48,8 @@ class Kept(NamedTuple):
 
 
 _ALL = Kept()
+_OF_FORWARD = ("activation", "input")
+_MADE = (*_OF_FORWARD, "temporary")
 
 
 def trimmed(recording: Recording, kept: Kept = _ALL) -> Trimmed:
@@ -98,6 +100,43 @@ def trimmed(recording: Recording, kept: Kept = _ALL) -> Trimmed:
         recording.num_backward,
     )
     return Trimmed(found, beside_bytes)
+
+
+def hold_over(recording: Recording) -> bool:
+    """Keep what autograd holds at the end of the step; return whether it does.
+
+    It held as much when the step began. Of that, storages are added that no Python
+    object has, which were not found then. They are counted until the others are freed;
+    if there are none, or they stay, to the end of the last backward.
+    """
+    storages, num_ops = recording.storages, len(recording.ops)
+    over = [one for one in recording.saved if one.done < 0]
+    for one in over:
+        one.done = num_ops
+    used = _used_by(recording.ops)
+    before = [
+        one
+        for number, one in enumerate(storages)
+        if one.maker == BEFORE_STEP and one.kind in _OF_FORWARD and number not in used
+    ]
+    by_others = Counter(
+        one.bytes
+        for one in storages
+        if one.maker >= 0 and one.last == STILL_ALIVE and one.kind in _MADE
+    )
+    seen = Counter(one.bytes for one in before) - by_others
+    last = max(recording.num_forward + recording.num_backward - 1, 0)
+    ends = [one.last for one in before if one.kind == "activation"]
+    if ends and STILL_ALIVE not in ends:
+        last = min(last, max(0, *ends))
+    unseen = {one.storage for one in over if storages[one.storage].last != STILL_ALIVE}
+    for number in sorted(unseen):
+        size = storages[number].bytes
+        if seen[size]:
+            seen[size] -= 1
+        else:
+            storages.append(RawStorage(size, "temporary", BEFORE_STEP, last))
+    return bool(over)
 
 
 def _in_order(keep: list[int], ops: list[RawOp], recording: Recording) -> list[int]:
