@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
-from itertools import groupby
+from itertools import groupby, zip_longest
 from typing import NamedTuple
 
 from ckplan.graph.graph import Graph
@@ -81,7 +81,7 @@ def reruns_of(
             fills.append(begin)
             filled = {i for i, saved in known.items() if saved.last_held >= begin}
         filled.discard(index)
-    for fill, following in zip(fills, [*fills[1:], None], strict=True):
+    for fill, following in zip_longest(fills, fills[1:]):
         until: dict[int, int] = {}
         for index, saved in known.items():
             end, stop = saved.last_held, following

@@ -22,6 +22,7 @@ from ckplan.solving.spaces import SearchSpaces
 _MOST_REPLAYS = 16  # most simulations per chain and budget
 _SMALLEST_STEP = 2000  # divisor of the budget: first step down after a misfit
 _MOST_NAMED = 3  # tensors of the floor
+_MOST_BELOW = 16  # plans found below the floor, one by one
 _MOST_HINTS = 3
 _HALVINGS = 12  # bisection steps of a search for a budget
 
@@ -111,10 +112,10 @@ class Planner:
         """Non-dominated plans, smallest peak first, the unplanned step last.
 
         Args:
-            count: Number of budgets, evenly spaced from the floor to the unplanned
-                peak.
+            count: Number of budgets, evenly spaced from the smallest peak that is
+                found to the unplanned one.
         """
-        low, high = self.floor.peak_bytes, self.unplanned.peak_bytes
+        low, high = self.least.peak_bytes, self.unplanned.peak_bytes
         points: dict[int, FrontierPoint] = {}
         for place in range(count):
             budget_bytes = low + (high - low) * place // max(count - 1, 1)
@@ -147,6 +148,20 @@ class Planner:
     def floor(self) -> Floor:
         """The smallest peak of all plans, and the tensors that own most of it."""
         return _floor_at(self.smallest[0])
+
+    @cached_property
+    def least(self) -> Timeline:
+        """The smallest plan that is found: at the floor, or below it.
+
+        The search by seconds has other options than that of the floor, by bytes alone.
+        """
+        least = self.smallest[0]
+        for _ in range(_MOST_BELOW):
+            found = self.within(least.peak_bytes - 1)
+            if found is None:
+                break
+            least, _ = found
+        return least
 
     @property
     def smallest(self) -> ReplayedPlan:
@@ -194,7 +209,7 @@ class Planner:
     def _nothing_fits(self, budget_bytes: int) -> InfeasibleError:
         """The error, whose hints are the remedies that fit, in order of cost."""
         budget = units.format_bytes(budget_bytes)
-        least = units.format_bytes(self.floor.peak_bytes)
+        least = units.format_bytes(self.least.peak_bytes)
         otherwise = "a smaller model: no plan can drop its parameters"
         if self.graph.generated:
             otherwise = "a smaller batch, or ckplan.apply, uncompiled"
@@ -205,8 +220,8 @@ class Planner:
         )
 
     def needed(self) -> str:
-        """The floor, where it is reached, and the tensors that own most of it."""
-        floor = self.floor
+        """The least peak, where it is reached, and the tensors that own most of it."""
+        floor = _floor_at(self.least)
         least = f"{units.format_bytes(floor.peak_bytes)} ({floor.peak_bytes} B)"
         return f"at least {least}; in {floor.peak_at}, {'; '.join(floor.largest)}"
 

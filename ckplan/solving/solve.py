@@ -231,7 +231,7 @@ def find(
         return planner.least_memory(objective.max_overhead)
     if objective.goal == "knee":
         return planner.knee()
-    return planner.solve(planner.floor.peak_bytes)
+    return planner.solve(planner.least.peak_bytes)
 
 
 def _link(

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from random import Random
 
 import pytest
+import torch
 from every_plan import EveryPlan, TooManyError, search_alone
 from small_steps import KINDS, small_step
+from torch import nn
+from torch.nn.functional import cross_entropy
 
+import ckplan
 from ckplan.errors import InfeasibleError
 from ckplan.graph.file import load
 from ckplan.graph.graph import Graph
@@ -128,3 +133,25 @@ def test_segments_of_common_practice_are_plans_that_a_budget_may_get(name: str) 
         assert found is not None
         assert found[0].recompute_seconds <= line.recompute_seconds
     assert planner.floor.peak_bytes <= min(line.peak_bytes for line, _ in plans)
+
+
+def test_the_least_plan_is_the_one_below_which_none_is_found() -> None:
+    """The search by seconds has other options than that of the floor, by bytes."""
+    block = nn.Linear(128, 512), nn.GELU(), nn.Dropout(0.1), nn.Linear(512, 128)
+    blocks = (nn.Sequential(*copy.deepcopy(block)) for _ in range(4))
+    model = nn.Sequential(*blocks, nn.Linear(128, 10))
+    optimizer = torch.optim.AdamW(model.parameters())
+    with ckplan.record(model, optimizer) as recorder:
+        for _ in range(3):
+            rows, target = torch.randn(256, 128), torch.randint(10, (256,))
+            optimizer.zero_grad()
+            cross_entropy(model(rows), target).backward()
+            optimizer.step()
+    graph = with_seconds(recorder.graph, "growing")
+    plan = ckplan.solve(graph, goal="min-memory")
+    assert plan.predicted
+    least = plan.predicted.peak_bytes
+    assert least < Planner(graph).floor.peak_bytes
+    with pytest.raises(InfeasibleError, match=f"at least .*{least} B"):
+        ckplan.solve(graph, least - 1)
+    assert ckplan.frontier(graph, 4)[0].peak_bytes == least
