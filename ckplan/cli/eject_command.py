@@ -53,6 +53,7 @@ def eject(
     from ckplan import files
     from ckplan.graph import file as trace_file
     from ckplan.plan import file as plan_file
+    from ckplan.plan.plan import check_model
     from ckplan.sources.source import parse_source
 
     target, plan = inputs.target_and_plan(target_and_plan)
@@ -60,6 +61,7 @@ def eject(
     is_trace = target is not None and target.endswith((".json", ".json.gz"))
     if target is not None and is_trace and parse_source(target) is None:
         graph = trace_file.load(Path(target))
+        check_model(loaded, graph.fingerprint)
     else:
         graph = _step_of(plan, loaded, target, step, source)
     text = (

@@ -74,7 +74,10 @@ TargetAndPlan = Annotated[
         "given are those that the plan remembers.",
     ),
 ]
-Seed = Annotated[int, typer.Option(min=0, help="Seed of all random numbers.")]
+MOST_SEED = 2**64 - 1  # of torch.manual_seed
+Seed = Annotated[
+    int, typer.Option(min=0, max=MOST_SEED, help="Seed of all random numbers.")
+]
 Trace = Annotated[
     Path | None,
     typer.Argument(help="From `ckplan profile`.  [default: newest of traces/]"),

@@ -39,6 +39,7 @@ def report(
     sharding = rank.sharding()
     from ckplan import files
     from ckplan.plan import file as plan_file
+    from ckplan.plan.plan import check_model
     from ckplan.report.html import check_report, save_report
     from ckplan.report.progress import ProgressLine
 
@@ -54,6 +55,8 @@ def report(
     if len(traces) > 1:
         raise typer.BadParameter(f"only one trace is possible: {traces[1]}")
     graph = load_step(traces[0] if traces else None, sharding)
+    for plan in plans.values():
+        check_model(plan, graph.fingerprint)
     with ProgressLine(sys.stderr) as progress:
         progress("solving", 0, 0)
         save_report(graph, plans, output, chrome_trace=chrome_trace, force=force)

@@ -210,6 +210,23 @@ def plan_fingerprint(graph_fingerprint: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
+def check_model(plan: Plan, graph_fingerprint: Mapping[str, Any]) -> None:
+    """Refuse a plan for another model than a step's, as far as both are known.
+
+    Raises:
+        PlanError: Names or shapes of the parameters differ.
+    """
+    made_for = plan.fingerprint.get("parameters")
+    here = plan_fingerprint(graph_fingerprint).get("parameters")
+    if None not in (made_for, here) and made_for != here:
+        raise PlanError(
+            f"the plan for {plan.model or 'a model'} is not of this trace: names and "
+            f"shapes of its parameters have the digest {made_for}, not {here}",
+            needed="a plan and a trace of one model",
+            hint="`ckplan show FILE`, which says of which model each is",
+        )
+
+
 def differences(
     plan_fp: Mapping[str, Any], other_fp: Mapping[str, Any]
 ) -> tuple[str, ...]:

@@ -41,9 +41,14 @@ from ckplan.training.free_memory import available_bytes, limited_memory
 from ckplan.training.step import Training
 
 NOTE_FAKE = "traced under fake tensors"
-NOTE_DRAWN = (
+_DRAWN = (
     "a number that the model draws decides what it runs, such as whether a layer is "
-    "left out: here it was 0.5"
+    "left out"
+)
+NOTE_DRAWN = f"{_DRAWN}: here it was 0.5"
+NOTE_ONE_DRAW = (
+    f"{_DRAWN}: these are the ops of one draw, another step may run more and take more "
+    "bytes, also under a plan"
 )
 NOTE_HOLLOW = "traced on tensors without content"
 
@@ -81,16 +86,20 @@ def trace(
             note = check_path(traced.recording, log, build, training, here).note
         traced.notes.append(note)
         return traced
+    known: KnownValues | None = None
     try:
         with fake_tensors() as scope, _kernels_of(target) as words:
+            known = scope[1]
             traced = watch_step(build, training, target, scope, first=first)
     except Exception as error:
         if _is_final(error):
             raise
         why = f"traced on real tensors: {why_not_fake(error.__cause__ or error)}"
-        return trace_on_real_tensors(build, training, target, why)
+        traced = trace_on_real_tensors(build, training, target, why)
+        traced.notes.extend(_drawn(known, NOTE_ONE_DRAW))
+        return traced
     traced.notes.append(NOTE_FAKE)
-    traced.notes.extend(_drawn(scope[1]))
+    traced.notes.extend(_drawn(known))
     traced.notes.extend(f"as CUDA does it: {what}" for what in words)
     if not check:
         traced.notes.append(NOTE_KNOWN)
@@ -114,8 +123,8 @@ def _trace_where_checked(
     return trace_on_real_tensors(build, training, target, checked.note)
 
 
-def _drawn(known: KnownValues) -> Iterable[str]:
-    return [NOTE_DRAWN] if known.asked_drawn else []
+def _drawn(known: KnownValues | None, note: str = NOTE_DRAWN) -> Iterable[str]:
+    return [note] if known is not None and known.asked_drawn else []
 
 
 def _kernels_of(target: TraceTarget) -> AbstractContextManager[Iterable[str]]:

@@ -295,3 +295,25 @@ def test_what_is_no_plan_is_named_without_a_word_on_yaml(
     assert ended.code == 1
     assert f"cannot read the plan '{path}': it is {said}" in ended.err
     assert "YAML" not in ended.err
+
+
+@pytest.mark.parametrize("command", ["report", "eject"])
+def test_a_plan_of_another_model_is_refused(
+    command: str, run: Run, folder: Path
+) -> None:
+    graph = graphs.chain()
+    parameters = {"h.0.mlp.fc.weight": "float32[8,8]"}
+    other = replace(graph, fingerprint={**graph.fingerprint, "parameters": parameters})
+    trace_file.save(other, folder / "other.json.gz")
+    plan_file.save(ckplan.solve(graph, goal="min-memory"), folder / "plan.yaml")
+    ended = run(command, "other.json.gz", "plan.yaml", "-o", "out.html")
+    assert ended.code == 1
+    assert "is not of this trace: names and shapes of its parameters" in ended.err
+    assert not (folder / "out.html").exists()
+
+
+def test_a_seed_that_torch_cannot_take_is_refused(run: Run, folder: Path) -> None:
+    (folder / "model.py").write_text(DEEP)
+    ended = run("profile", "model.py", "--seed", str(2**64))
+    assert ended.code == 2
+    assert str(2**64 - 1) in ended.err

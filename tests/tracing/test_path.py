@@ -27,7 +27,12 @@ from ckplan.tracing.faking.hollow import hollow_tensors
 from ckplan.tracing.path_check import MOST_BYTES, NOTE_NOT, NOTE_SAME, NOTE_VARIES
 from ckplan.tracing.profile import profile
 from ckplan.tracing.recording.recorder import StepRecorder
-from ckplan.tracing.trace import NOTE_DRAWN, NOTE_FAKE, NOTE_HOLLOW
+from ckplan.tracing.trace import (
+    NOTE_DRAWN,
+    NOTE_FAKE,
+    NOTE_HOLLOW,
+    NOTE_ONE_DRAW,
+)
 from ckplan.training.randomness import seed_everything
 from ckplan.training.step import DEFAULT_TRAINING, make_step
 from ckplan.training.workload import Workload
@@ -161,6 +166,21 @@ def test_a_draw_that_decides_is_told(device: str) -> None:
     assert names_of(graph).count("addmm") == 2
     assert NOTE_DRAWN in graph.notes
     assert any(note.startswith(NOTE_SAME) for note in graph.notes)
+
+
+class RarelyByValue(Rarely):
+    """Asks for the value of a result, so that no fake tensors do."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = super().forward(x)
+        return out if out.item() < 1e30 else -out
+
+
+def test_one_draw_of_many_is_told() -> None:
+    graph = profiled(RarelyByValue(), (torch.ones(2, 8),))
+    assert NOTE_FAKE not in graph.notes
+    assert NOTE_ONE_DRAW in graph.notes
+    assert NOTE_DRAWN not in graph.notes
 
 
 def test_another_path_for_cuda_is_said() -> None:

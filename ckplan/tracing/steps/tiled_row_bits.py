@@ -238,6 +238,9 @@ def _given(graph: Graph, call: int, found: RowOps) -> TensorType:
         if given is None:  # a part of a larger tensor of the batch
             return tensor
         return given if made else tensor._replace(dtype=given.dtype)  # of the batch
+    if isinstance(found, NormOps):  # of the shape of what it makes
+        made_here = graph.storages[graph.ops[found.product].outputs[0]].tensor
+        return tensor if made_here is None else tensor._replace(shape=made_here.shape)
     if not found.spatial:
         return tensor
     channels = prod(tensor.shape) // (found.rows * prod(found.spatial))
