@@ -286,7 +286,12 @@ FAULTS = [
         "budget_bytes + self._fixed_bytes",
         BOUND,
     ),
-    Fault("solving/bound.py", "if saved.unpacked_at > op and", "if", BOUND),
+    Fault(
+        "solving/bound.py",
+        "later = saved.every_use and saved.every_use[-1][0] > op",
+        "later = True",
+        BOUND,
+    ),
     Fault(
         "solving/bound.py",
         "fast.nanoseconds + share *",

@@ -122,8 +122,8 @@ def verification_error(found: Verification) -> VerifyError:
         hint=f"tiles of {found.close_tiles[0]} may round otherwise; solve again "
         "without `--allow close` for the same bits"
         if found.close_tiles
-        else "`ckplan profile`, which says under Hazards if the model alone differs from "
-        "run to run; if not, leave these modules out, and report it as a bug",
+        else "`ckplan profile`, which says under Hazards if the model alone differs "
+        "from run to run; if not, leave these modules out, and report it as a bug",
     )
 
 

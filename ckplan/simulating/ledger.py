@@ -169,7 +169,8 @@ class Ledger:
         op = self._view.graph.ops[number]
         self.effect.steps.append(number)
         self.effect.gaps.append(self.moment)
-        self._runs_left[step] -= not self.keeps_graph
+        if not self.keeps_graph:
+            self._runs_left[step] -= 1
         if op.random:
             self._replay_random_op(step)
         return op.workspace

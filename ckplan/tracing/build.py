@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ckplan.applying.rebuilding.backwards import NOT_KEPT
+from ckplan.applying.tensors.backwards import NOT_KEPT
 from ckplan.encodings import encoded_bytes, form_of, is_dense
 from ckplan.graph.graph import Graph
 from ckplan.graph.records import (

@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import Variable
 from torch.nn.parameter import is_lazy
 
-from ckplan.applying.rebuilding.backwards import NOT_KEPT
+from ckplan.applying.tensors.backwards import NOT_KEPT
 from ckplan.collector import apart_from_garbage, instances_of
 from ckplan.errors import WorkloadError
 from ckplan.graph.records import BEFORE_STEP, OUTSIDE_CALLS

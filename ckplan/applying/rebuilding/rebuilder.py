@@ -19,9 +19,9 @@ import torch
 
 from ckplan.applying.moving.moved import Group, Moved
 from ckplan.applying.moving.mover import Form
-from ckplan.applying.rebuilding.backwards import NOT_KEPT, kept_backward
 from ckplan.applying.rebuilding.schedule import Answer, Schedule, Stage
 from ckplan.applying.rebuilding.script import Code
+from ckplan.applying.tensors.backwards import NOT_KEPT, kept_backward
 from ckplan.applying.tensors.random_state import random_state, set_random_state
 from ckplan.applying.tensors.retained import Retained, check_gathered
 from ckplan.applying.tensors.streams import stream_order

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import (
     _get_current_dispatch_mode_stack,
 )
 
-from ckplan.applying.rebuilding.backwards import NOT_KEPT, kept_backward
+from ckplan.applying.tensors.backwards import NOT_KEPT, kept_backward
 from ckplan.applying.tensors.compiled import uncompiled_function
 from ckplan.applying.tensors.op_traits import traits_of
 from ckplan.graph.records import BEFORE_STEP, OUTSIDE_CALLS
