@@ -57,30 +57,27 @@ def _program_effect(view: RegionView, region: Region) -> Effect:
         effect.hold(storage, 2 * view.stop - 1)
     ledger = Ledger(view, program, effect, encoded)
     rebuild = Rebuild(program, ByteCounter(ledger, program.retained))
-    events = {i: (s, v, dropped[i]) for i, s, v in view.packed if i in dropped}
-    saves = [(index, saved) for index, (saved, _, _) in events.items()]
-    before: ByteCounter | None = None
+    saves = [(index, saved) for index, saved, _ in view.packed if index in dropped]
+    value_of = {index: value for index, _, value in view.packed}
+    left = ByteCounter(ledger, ())  # by a backward that keeps the graph
     for backward in backwards_of(view.graph, saves, anew=not moves):
-        one = rebuild
+        ledger.enter_gap(2 * backward.uses[0].begin)
+        left.close()
+        one, ledger.keeps_graph = rebuild, backward.keeps_graph
         if backward.keeps_graph:
-            one = Rebuild(program, ByteCounter(ledger, ()))
+            left = ByteCounter(ledger, ())
+            one = Rebuild(program, left)
         for use in backward.uses:
-            _, value, part = events[use.saved]
+            value = value_of[use.saved]
             ledger.enter_gap(2 * use.begin)
-            if before is not None:
-                before.close()
-                before = None
-            ledger.keeps_graph = backward.keeps_graph
             ledger.ask()
-            owner = one.owner(value, part)
+            owner = one.owner(value, dropped[use.saved])
             owner.materialize(value)
             ledger.restore_random_state()
             owner.machine.unpack(value, 2 * use.end + 1)
             owner.release(value)
-        before = one.machine if backward.keeps_graph else None
     ledger.enter_gap(max((2 * s.last_held + 1 for _, s in saves), default=0))
-    if before is not None:
-        before.close()
+    left.close()
     rebuild.machine.close()
     ledger.close()
     _count_seconds(view, region, effect)

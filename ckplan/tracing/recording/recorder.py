@@ -11,7 +11,7 @@ counted.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import wraps
 from types import TracebackType
@@ -53,8 +53,6 @@ from ckplan.tracing.recording.storages import Storages
 from ckplan.training.randomness import observed_rng_states
 
 _DIFFERENTIATED = "is differentiated before forward is over"
-
-
 _making: list[object] = []  # functions that make a constant now, innermost last
 
 
@@ -205,7 +203,7 @@ class StepRecorder(TorchDispatchMode):
         reads += (s for s in outputs if s < known)  # known, but not inputs
         changed = written_by(traits, args, kwargs) if traits.writes else []
         writes = tuple(dict.fromkeys(map(self.storages.number_of, changed)))
-        self._fill({*writes}, args[0] if traits.in_place else (), position)
+        self._fill(writes, args[: traits.in_place], position)
         if len(self.recording.storages) > known or writes:
             given = tuple(map(meta, flat))
             described = tuple(map(describe, returned))
@@ -232,10 +230,11 @@ class StepRecorder(TorchDispatchMode):
             )
         return out
 
-    def _fill(self, storages: set[int], own: object, position: int) -> None:
+    def _fill(self, writes: Sequence[int], own: object, position: int) -> None:
         """Move the save time of tensors to after the op that fills them."""
-        if storages:
-            storages = storages - self.storages.known(tensors_in(own))
+        if not writes:
+            return
+        storages = {*writes} - self.storages.known(tensors_in(own))
         for saved in reversed(self.recording.saved):
             if saved.at < position:
                 break

@@ -12,6 +12,7 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import flop_registry
 
+from ckplan.applying.tensors.backwards import NOT_KEPT
 from ckplan.applying.tensors.op_traits import OpTraits
 from ckplan.tracing.recording.flattening import is_leaf
 
@@ -94,7 +95,7 @@ class RawUse:
 
     wanted: int  # ops before it was first unpacked
     used: int = -1  # last op before its unpacked tensor was freed
-    kept: int = -1  # number of the backward, if it keeps the graph (retain_graph=True)
+    kept: int = NOT_KEPT  # number of the backward, if it keeps the graph
 
 
 @dataclass(slots=True)
