@@ -267,6 +267,24 @@ def _three_digits(value: float) -> str:
 MIN_BLOCK_BYTES = 512  # of PyTorch's CUDA allocator
 
 
+def is_count(value: object) -> bool:
+    """Whether it is a whole number from one on.
+
+    >>> [is_count(value) for value in (3, 0, 1.5, "3", True)]
+    [True, False, False, False, False]
+    """
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def is_above_zero(value: object) -> bool:
+    """Whether it is a number above zero.
+
+    >>> [is_above_zero(value) for value in (0.5, 1, 0, float("nan"), "1")]
+    [True, True, False, False, False]
+    """
+    return isinstance(value, (int, float)) and value > 0
+
+
 def in_blocks(num_bytes: int) -> int:
     """Bytes that the CUDA allocator uses for a request: a multiple of 512.
 

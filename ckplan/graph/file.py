@@ -259,7 +259,14 @@ def _other_file(name: str, kind: str, hint: str) -> GraphError:
 
 
 def save(graph: Graph, path: str | Path, *, force: bool = False) -> None:
-    """Write a graph file, whole or not at all; gzipped if the name ends in ``.gz``."""
+    """Write a graph file, whole or not at all; gzipped if the name ends in ``.gz``.
+
+    Raises:
+        CkplanError: It is no graph, the file exists and ``force`` is not set, or it
+            cannot be written.
+    """
+    if not isinstance(graph, Graph):
+        raise _no_graph(graph, "save")
     content = dumps(graph).encode()
     if Path(path).suffix == ".gz":
         content = gzip.compress(content, compresslevel=6, mtime=0)
@@ -275,12 +282,16 @@ def step_of(given: Graph | str | Path) -> Graph:
     if isinstance(given, (str, Path)):
         return load(given)
     if not isinstance(given, Graph):
-        raise GraphError(
-            f"cannot solve a {type(given).__name__}",
-            needed="a recorded step, or the path of its file",
-            hint="ckplan.solve(ckplan.profile(model, batch), budget='12GiB')",
-        )
+        raise _no_graph(given, "solve")
     return given
+
+
+def _no_graph(given: object, verb: str) -> GraphError:
+    return GraphError(
+        f"cannot {verb} a {type(given).__name__} as a step",
+        needed="a recorded step, or the path of its file",
+        hint="ckplan.solve(ckplan.profile(model, batch), budget='12GiB')",
+    )
 
 
 def load(path: str | Path) -> Graph:

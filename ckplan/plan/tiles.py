@@ -12,6 +12,7 @@ from itertools import pairwise
 from math import inf
 
 from ckplan.errors import PlanError
+from ckplan.units import is_count
 
 SAME_BITS, CLOSE_BITS = "same", "close"
 """``bits`` of a region by tiles: loss and gradients are bit for bit the plain ones, or
@@ -177,7 +178,7 @@ def _check(tiles: Tiles | RowTiles, *names: str) -> None:
     object.__setattr__(tiles, "difference", float(f"{tiles.difference:.1e}"))
     for name in names:
         count = getattr(tiles, name)
-        if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+        if not is_count(count):
             raise PlanError(
                 f"cannot cut the {name} into {count!r} tiles",
                 needed="a whole number of tiles, 1 or more",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cached_property
 
 from ckplan import units
-from ckplan.errors import InfeasibleError
+from ckplan.errors import CkplanError, InfeasibleError
 from ckplan.graph.graph import Graph
 from ckplan.plan.region import Region
 from ckplan.simulating.alive import peak_tensors
@@ -114,7 +114,16 @@ class Planner:
         Args:
             count: Number of budgets, evenly spaced from the smallest peak that is
                 found to the unplanned one.
+
+        Raises:
+            CkplanError: ``count`` is no whole number from one on.
         """
+        if not units.is_count(count):
+            raise CkplanError(
+                f"cannot make a frontier of {count!r} budgets",
+                needed="a whole number, one or more",
+                hint="ckplan.frontier(graph, 24)",
+            )
         low, high = self.least.peak_bytes, self.unplanned.peak_bytes
         points: dict[int, FrontierPoint] = {}
         for place in range(count):

@@ -24,6 +24,7 @@ from ckplan.training.optimizers import (
     make_optimizer,
 )
 from ckplan.training.workload import Workload
+from ckplan.units import is_above_zero, is_count
 
 AMP = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -44,8 +45,8 @@ class Training:
     """Training options that the workload does not define itself.
 
     Raises:
-        WorkloadError: ``amp`` is none of ``AMP``, ``accumulate`` less than one,
-            ``clip`` not above zero, or there is no such optimizer.
+        WorkloadError: ``amp`` is none of ``AMP``, ``accumulate`` is no whole number
+            from one on, ``clip`` no number above zero, or there is no such optimizer.
     """
 
     optimizer: str | None = None  # see optimizers.py; default: own, else adamw
@@ -62,15 +63,15 @@ class Training:
                 needed=" or ".join(AMP),
                 hint="--amp bf16",
             )
-        if self.accumulate < 1:
+        if not is_count(self.accumulate):
             raise WorkloadError(
-                f"cannot accumulate gradients of {self.accumulate} batches",
-                needed="one or more",
+                f"cannot accumulate gradients of {self.accumulate!r} batches",
+                needed="a whole number, one or more",
                 hint="--accumulate 4",
             )
-        if self.clip is not None and not self.clip > 0:
+        if self.clip is not None and not is_above_zero(self.clip):
             raise WorkloadError(
-                f"cannot clip gradients to the norm {self.clip}",
+                f"cannot clip gradients to the norm {self.clip!r}",
                 needed="a norm above zero",
                 hint="--clip 1.0",
             )

@@ -277,6 +277,11 @@ def test_a_difference_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 0 < found.difference < 1e-4
 
 
+def test_losses_of_no_tokens_are_not_compared() -> None:
+    with pytest.raises(ApplyError, match=r"losses of the shape \(0, 32, 5\)"):
+        ckplan.check_bits((0, 32, 5))
+
+
 def test_cuts_cover_everything_and_are_wide_enough() -> None:
     for size, count in product((1, 31, 32, 33, 64, 95, 97, 1000), (1, 2, 3, 50)):
         cuts = Tiles(count, count).of_tokens(size)

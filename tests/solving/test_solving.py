@@ -530,8 +530,16 @@ def test_a_step_is_read_from_its_file_and_is_no_plan(tmp_path: Path) -> None:
     assert ckplan.frontier(path) == ckplan.frontier(graph)
     with pytest.raises(GraphError, match="cannot solve a dict"):
         ckplan.frontier({})
+    with pytest.raises(GraphError, match="cannot save a dict as a step"):
+        ckplan.save_graph({}, tmp_path / "other.json.gz")
     with pytest.raises(PlanError, match="cannot save a Graph as a plan"):
         ckplan.save_plan(graph, tmp_path / "plan.yaml")
+
+
+@pytest.mark.parametrize("count", [0, 1.5, "3"])
+def test_a_frontier_has_a_number_of_budgets(count: Any) -> None:
+    with pytest.raises(CkplanError, match=f"a frontier of {count!r} budgets"):
+        ckplan.frontier(graphs.chain(2), count)
 
 
 def test_the_frontier_of_a_step_that_no_plan_helps_is_that_step() -> None:

@@ -210,10 +210,12 @@ def test_peaks_of_what_is_cast_frozen_or_adapted(
     [
         ({"amp": "int8"}, "cannot train under autocast to 'int8'"),
         ({"accumulate": 0}, "cannot accumulate gradients of 0 batches"),
+        ({"accumulate": 1.5}, "cannot accumulate gradients of 1.5 batches"),
         ({"optimizer": "lamb"}, "unknown optimizer 'lamb'"),
         ({"optimizer": torch.optim.SGD}, "cannot train with a type: an optimizer is"),
         ({"optimizer": "adafactor:fused"}, "'adafactor' has no kernel 'fused'"),
         ({"clip": -1.0}, "cannot clip gradients to the norm -1.0"),
+        ({"clip": "1"}, "cannot clip gradients to the norm '1'"),
     ],
 )
 def test_what_cannot_be_trained_is_said(wrong: dict[str, object], found: str) -> None:

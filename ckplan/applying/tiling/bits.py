@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ckplan.applying.tiling.cross_entropy import tiled_cross_entropy
+from ckplan.errors import ApplyError
 
 SAME, CLOSE = "same", "close"
 _MOST_ROUNDS, _AGAIN_SECONDS = 3, 1.0  # more runs, and what they may take together
@@ -100,7 +101,16 @@ def check_bits(
 
     Returns:
         ``same``, or ``close`` with the largest difference.
+
+    Raises:
+        ApplyError: A size is below 1.
     """
+    if min(shape) < 1:
+        raise ApplyError(
+            f"cannot compare losses of the shape {shape}",
+            needed="tokens, features and words, 1 or more of each",
+            hint="ckplan.check_bits((64, 64, 1000))",
+        )
     with _threads(threads):
         operands, target = _random_operands(shape, dtype, torch.device(device), seed)
         if not bias:
