@@ -113,7 +113,7 @@ class Recomputing:
     @property
     def floor_bytes(self) -> int:
         """The smallest peak of any plan found."""
-        return self._planner.floor.peak_bytes
+        return self._planner.least.peak_bytes
 
     def solve(self, limit: MemoryLimit) -> Solution:
         """Find the cheapest plan within a limit.

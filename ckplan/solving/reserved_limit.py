@@ -85,8 +85,6 @@ def plan_within(planner: Plans, limit: MemoryLimit) -> ReplayedPlan | None:
     """The step as it is or under the cheapest plan that fits; None if none does."""
     if limit.allows(planner.unplanned):
         return planner.unplanned, ()
-    if limit.bytes < planner.floor.peak_bytes:
-        return None
     found = planner.within(budget_within(planner, limit))
     return found if found is not None and limit.allows(found[0]) else None
 

@@ -90,12 +90,12 @@ def pays_over(one: Setting | None, without: Setting | None) -> bool:
 def nothing_fits(graph: Graph, limit: MemoryLimit) -> InfeasibleError:
     """The error for a step of one row that no plan fits into a limit."""
     planner, size = Planner(graph), format_bytes(limit.bytes)
-    floor_bytes = planner.floor.peak_bytes
+    least_bytes = planner.least.peak_bytes
     what = f"no batch fits {size}: the floor of {graph.model} at one sample is "
-    if floor_bytes <= limit.bytes:
-        reserved = limit.reserved_bytes(planner.smallest[0]) or floor_bytes
+    if least_bytes <= limit.bytes:
+        reserved = limit.reserved_bytes(planner.least) or least_bytes
         return InfeasibleError(
-            f"{what}{format_bytes(floor_bytes)}, and gaps of the allocator come on top",
+            f"{what}{format_bytes(least_bytes)}, and gaps of the allocator come on top",
             needed=f"at least {format_bytes(reserved)} ({reserved} B) reserved",
             hint="--expandable-segments leaves fewer gaps; or a larger card"
             if not limit.expandable
@@ -103,7 +103,7 @@ def nothing_fits(graph: Graph, limit: MemoryLimit) -> InfeasibleError:
         )
     hints = planner.remedies_within(limit.bytes) or "a smaller model"
     return InfeasibleError(
-        f"{what}{format_bytes(floor_bytes)}",
+        f"{what}{format_bytes(least_bytes)}",
         needed=planner.needed(),
         hint=f"{hints}; or a larger card",
     )

@@ -21,7 +21,9 @@ from ckplan.graph.file import load
 from ckplan.graph.graph import Graph
 from ckplan.graph.records import EngineCosts
 from ckplan.simulating.simulate import simulate
+from ckplan.solving.memory_limit import MemoryLimit
 from ckplan.solving.planner import Planner
+from ckplan.solving.reserved_limit import plan_within
 from ckplan.solving.spaces import SearchSpaces
 
 TRACES = Path(__file__).parents[2] / "traces"
@@ -155,3 +157,7 @@ def test_the_least_plan_is_the_one_below_which_none_is_found() -> None:
     with pytest.raises(InfeasibleError, match=f"at least .*{least} B"):
         ckplan.solve(graph, least - 1)
     assert ckplan.frontier(graph, 4)[0].peak_bytes == least
+    found = plan_within(Planner(graph), MemoryLimit(least))
+    assert found is not None
+    assert found[0].peak_bytes == least
+    assert plan_within(Planner(graph), MemoryLimit(least - 1)) is None
