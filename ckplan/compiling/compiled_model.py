@@ -41,11 +41,11 @@ def compile(
         model: The model, or a function that calls it. Compile what returns the loss:
             memory of what runs outside is not known.
         plan_or_budget: A limit on the bytes alive in forward and backward, with
-            parameters and batch: ``"12GiB"``, ``"80%"`` of the unplanned compiled step,
-            or bytes; on a card, of blocks of its allocator. Or a plan for compiled
-            code, or the path of its YAML file. Its regions for eager code are applied
-            to the model, as ``ckplan.apply`` does; such a model may break into several
-            graphs by default.
+            parameters and batch: ``"12GiB"``, ``"80%"`` of the unplanned compiled step
+            at its largest batch so far, or bytes; on a card, of blocks of its
+            allocator. Or a plan for compiled code, or the path of its YAML file. Its
+            regions for eager code are applied to the model, as ``ckplan.apply`` does;
+            such a model may break into several graphs by default.
         reserve: Size subtracted from the budget, for memory that is not part of forward
             and backward.
         optimizer: Its state, and what its step allocates, count against the budget.

@@ -33,6 +33,9 @@ _SECONDS_OF = {"tanh": 1e-9} | dict.fromkeys(
     ("exp", "erf", "log", "pow", "sigmoid", "sin", "cos"), 3e-10
 )
 _MOST_KNOWN = 4096  # names and ops of which facts are remembered
+# Ops between two of a graph that only the same with dynamic shapes runs, and how many
+# equal ones then tell where both go on.
+_MOST_MORE, _AHEAD = 32, 3
 _ATTENTION = "scaled_dot_product"  # torch counts no FLOPs of that of CPUs
 
 
@@ -201,19 +204,46 @@ def renamed(
 ) -> frozenset[str]:
     """Names in a graph with dynamic shapes of nodes of the same with numbers as sizes.
 
+    Where sizes are computed there may be more ops: the gradient of a mean over such a
+    size divides by a tensor.
+
     Raises:
         ApplyError: They do not run the same ops.
     """
     ours, theirs = ([*filter(is_tensor, ops_of(g))] for g in (sized, dynamic))
-    if [one.target for one in ours] != [one.target for one in theirs]:
+    places = _places([one.target for one in ours], [one.target for one in theirs])
+    if places is None:
         raise ApplyError(
             "cannot plan a graph with dynamic shapes: with its largest sizes it runs "
             "other ops",
             needed="a model whose ops do not depend on the sizes of its batch",
             hint="dynamic=False, and batches of few different shapes",
         )
-    others = {one.name: other.name for one, other in zip(ours, theirs, strict=True)}
+    others = {
+        one.name: theirs[place].name for one, place in zip(ours, places, strict=True)
+    }
     return frozenset(others[name] for name in names)
+
+
+def _places(ours: Sequence[object], theirs: Sequence[object]) -> list[int] | None:
+    """Where the ops of a graph are in another one that may run more between them.
+
+    Returns:
+        A place for each, in order; None if some are not there.
+    """
+    found: list[int] = []
+    place = 0
+    for number, op in enumerate(ours):
+        if theirs[place : place + 1] != [op]:  # more ops: find those that follow
+            ahead = ours[number : number + _AHEAD]
+            later = range(place + 1, place + 1 + _MOST_MORE)
+            same = (n for n in later if theirs[n : n + len(ahead)] == ahead)
+            if (next_place := next(same, None)) is None:
+                return None
+            place = next_place
+        found.append(place)
+        place += 1
+    return found
 
 
 def digest(graph: fx.Graph) -> str:

@@ -6,7 +6,7 @@ and temporaries of the optimizer while nothing else runs.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 
 import torch
 
@@ -20,14 +20,15 @@ class Outside:
     """Memory outside compiled code."""
 
     reserve_bytes: int
-    optimizer: torch.optim.Optimizer | None
+    optimizer: InitVar[torch.optim.Optimizer | None]
     accumulates: bool  # gradients are there before backward
+    name: str = field(init=False)  # of the kind of optimizer
     bytes: OptimizerBytes | None = field(init=False)  # of the optimizer
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, optimizer: torch.optim.Optimizer | None) -> None:
         """Count now: while Dynamo compiles a model, it compiles no optimizer."""
-        one = self.optimizer
-        found = None if one is None else optimizer_bytes(one)
+        found = None if optimizer is None else optimizer_bytes(optimizer)
+        object.__setattr__(self, "name", type(optimizer).__name__)
         object.__setattr__(self, "bytes", found)
 
     def peak_bytes(self, step_peak_bytes: int, held_bytes: int) -> int:
@@ -43,20 +44,30 @@ class Outside:
         in_backward = step_peak_bytes + found.reserved_bytes(self.accumulates)
         return max(in_backward, found.peak_bytes(held_bytes))
 
-    def left_by(self, wanted: str | int, unplanned_bytes: int, held_bytes: int) -> int:
-        """What a budget of the whole step leaves for forward and backward.
+    def budget_bytes(
+        self, wanted: str | int, unplanned_bytes: int, held_bytes: int
+    ) -> int:
+        """The budget of the whole step in bytes.
 
         Args:
             wanted: The budget; percent are of the whole unplanned step.
             unplanned_bytes: Peak of the unplanned forward and backward.
+            held_bytes: By parameters, buffers and batch.
+        """
+        whole = self.peak_bytes(unplanned_bytes, held_bytes)
+        return units.parse_budget(wanted, whole)
+
+    def left_by(self, budget_bytes: int, held_bytes: int) -> int:
+        """What a budget of the whole step leaves for forward and backward.
+
+        Args:
+            budget_bytes: The budget.
             held_bytes: By parameters, buffers and batch.
 
         Raises:
             CkplanError: All of it is reserved.
             InfeasibleError: The optimizer's step alone takes more.
         """
-        whole = self.peak_bytes(unplanned_bytes, held_bytes)
-        budget_bytes = units.parse_budget(wanted, whole)
         left = budget_bytes - self.reserve_bytes
         budget, reserve = map(units.format_bytes, (budget_bytes, self.reserve_bytes))
         if left <= 0:
@@ -72,8 +83,7 @@ class Outside:
         if found.peak_bytes(held_bytes) > left:
             alone = found.peak_bytes(held_bytes) + self.reserve_bytes
             raise InfeasibleError(
-                f"no plan fits {budget}: the step of {type(self.optimizer).__name__} "
-                "alone takes more",
+                f"no plan fits {budget}: the step of {self.name} alone takes more",
                 needed=f"at least {units.format_bytes(alone)} ({alone} B)",
                 hint="an optimizer with fused=True or less state",
             )

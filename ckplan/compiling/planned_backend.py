@@ -91,7 +91,23 @@ class Backend:
         self.parts: Parts | None = None  # of a step that may break
         self.shares: Mapping[str, Chosen] = {}  # by key of a graph of those
         self._budget_bytes: int | None = None  # of those
+        self._granted_bytes = 0  # the largest budget so far, which percent give
         self._compilations: list[tuple[int | None, int | None]] = []  # of those
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Backend:
+        """The backend of a copy of the model, which has the same plans."""
+        del memo
+        copied = Backend(self._wanted, self.outside, self._progress)
+        copied.model, copied._planners = self.model, self._planners
+        copied.parts, copied.shares = self.parts, self.shares
+        copied._budget_bytes = self._budget_bytes
+        copied._granted_bytes = self._granted_bytes
+        return copied
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle what is asked for: plans are found again."""
+        given = self._wanted, self.outside, None
+        return type(self), given, {"model": self.model}
 
     @property
     def peak_bytes(self) -> int:
@@ -243,9 +259,16 @@ class Backend:
         return planner.solve(left - beyond)
 
     def _left(self, unplanned_bytes: int, held_bytes: int) -> int:
-        """What the budget leaves for forward and backward."""
+        """What the budget leaves for forward and backward.
+
+        Percent are of the largest step so far: a last batch of fewer rows has no need
+        to save as much of itself.
+        """
         assert not isinstance(self._wanted, Plan)
-        return self.outside.left_by(self._wanted, unplanned_bytes, held_bytes)
+        outside = self.outside
+        wanted = outside.budget_bytes(self._wanted, unplanned_bytes, held_bytes)
+        self._granted_bytes = max(self._granted_bytes, wanted)
+        return outside.left_by(self._granted_bytes, held_bytes)
 
     def _check_is_whole(self, graph: fx.GraphModule) -> None:
         """Refuse the second graph of a step."""
@@ -256,7 +279,7 @@ class Backend:
                 "cannot plan several graphs of one step within one budget: the second "
                 f"begins at {place_of(graph)}",
                 needed="a step that compiles as one graph, and a backend of its own",
-                hint="ckplan.compile(model, budget, fullgraph=False); TORCH_LOGS="
-                "graph_breaks shows the break; under DDP, "
+                hint="ckplan.compile(module, budget, fullgraph=False), of a module, "
+                "no function; TORCH_LOGS=graph_breaks shows the break; under DDP, "
                 "torch._dynamo.config.optimize_ddp=False",
             )

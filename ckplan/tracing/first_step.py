@@ -42,8 +42,9 @@ _State: TypeAlias = dict[str, dict[str, Any]]
 class FirstStep:
     """What the first step of a model leaves.
 
-    Nothing is known of a model that its first step changes (a cache, a counter), and of
-    gradients other than dense ones: every first step of it runs whole.
+    Nothing is known of a model that its first step changes (a cache, a counter), of one
+    whose step leaves tensors behind, and of gradients other than dense ones: every
+    first step of it runs whole.
     """
 
     gradients: frozenset[str] | None = None  # names of parameters; None: not known
@@ -80,6 +81,10 @@ class FirstStep:
             state = _described(step.optimizer, step.workload.model)
             if state is not None:
                 self.states[kind] = state
+
+    def forget(self) -> None:
+        """Let every first step run whole: what it leaves counts in the second."""
+        self.gradients = None
 
     def run(self, step: TrainingStep) -> torch.Tensor:
         """Take a whole first step, and learn what it leaves."""

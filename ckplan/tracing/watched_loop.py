@@ -18,14 +18,13 @@ from weakref import ref
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import Variable
-from torch.nn.parameter import is_lazy
 
 from ckplan.applying.tensors.backwards import NOT_KEPT
-from ckplan.collector import apart_from_garbage, instances_of
+from ckplan.collector import apart_from_garbage
 from ckplan.errors import WorkloadError
 from ckplan.graph.records import BEFORE_STEP, OUTSIDE_CALLS
+from ckplan.tracing.alive import alive_tensors
 from ckplan.tracing.faking.backward_pass import leaf_of, reachable_nodes
 from ckplan.tracing.recording.function_counts import FunctionCounts
 from ckplan.tracing.recording.recorder import StepRecorder
@@ -41,7 +40,6 @@ from ckplan.tracing.recording.trimming import (
 )
 from ckplan.tracing.watched_step import know_before
 from ckplan.training.fingerprint import batch_shapes, count_elements
-from ckplan.training.loaders import waiting_tensors
 from ckplan.training.optimizers import step_counts
 from ckplan.training.workload import tensors_of
 
@@ -258,13 +256,6 @@ def _alive_before() -> Iterator[tuple[str, torch.Tensor]]:
         yield _kind_of(found[-1]), found.pop()
 
 
-def alive_tensors() -> list[torch.Tensor]:
-    """The tensors with bytes that Python holds; gradients may be held by autograd."""
-    found: list[torch.Tensor] = instances_of(*_kinds_of_tensors(torch.Tensor))
-    waiting = {id(one) for one in waiting_tensors()}
-    return [one for one in found if id(one) not in waiting and _has_bytes(one)]
-
-
 def _gradients_of(
     tensors: Sequence[torch.Tensor],
 ) -> Iterator[tuple[str, torch.Tensor]]:
@@ -272,20 +263,6 @@ def _gradients_of(
         grad = tensor.grad if _is_parameter(tensor) else None
         if grad is not None and not grad.is_sparse:
             yield "gradient", grad
-
-
-def _kinds_of_tensors(kind: type) -> Iterator[type]:
-    """Classes of tensors that have bytes."""
-    if kind is not FakeTensor:
-        yield kind
-        below: list[type] = type.__subclasses__(kind)
-        for one in below:
-            yield from _kinds_of_tensors(one)
-
-
-def _has_bytes(tensor: torch.Tensor) -> bool:
-    apart = tensor.is_nested or tensor.is_meta or is_lazy(tensor)
-    return tensor.layout == torch.strided and not apart
 
 
 def _is_parameter(tensor: torch.Tensor) -> bool:

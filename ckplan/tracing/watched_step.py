@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ckplan.errors import CkplanError, WorkloadError
 from ckplan.graph.records import BEFORE_STEP
+from ckplan.tracing.alive import LeftBehind
 from ckplan.tracing.faking.fake_mode import KnownValues
 from ckplan.tracing.first_step import FirstStep
 from ckplan.tracing.path_check import FunctionLog
@@ -97,13 +98,16 @@ def watch_step(
     with _told("the first step"):
         first = first if scope is not None and first is not None else FirstStep()
         stands_in = first.stands_in(step)
+        left = None
         if stands_in:
             first.set_gradients(step)
             first.update(step)
         else:
+            left = LeftBehind(fake=scope is not None)
             loss = first.run(step)
             if scope is None and has_values:
                 check_finite(loss, "the first step")
+            del loss
     with _told("the second step"):
         step.zero_grad()
         update_alone = stands_in and first.alone
@@ -113,9 +117,14 @@ def watch_step(
         fake = scope is not None
         recorder = StepRecorder(workload.model, placed, fake=fake, on_cuda=on_cuda)
         optimizers = [] if step.optimizer is None else [step.optimizer]
-        know_before(recorder.storages, workload.model, optimizers, workload.data)
+        storages = recorder.storages
+        know_before(storages, workload.model, optimizers, workload.data)
+        if left is not None and (held := left.tensors(storages.knows)):
+            storages.numbers(held, "temporary", BEFORE_STEP)
+            first.forget()
+            del held
         if on_cuda and step.optimizer is not None:
-            recorder.storages.count_as_zero_bytes(step_counts(step.optimizer))
+            storages.count_as_zero_bytes(step_counts(step.optimizer))
         record = _record_update if update_alone else partial(_record, log=log)
         notes = [*_assumed(workload, training), *record(recorder, step)]
     before |= several_forwards(recorder.recording)

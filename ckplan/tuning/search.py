@@ -157,12 +157,14 @@ class WaySearch:
         planned = planned and rows > self.largest_unplanned
         key = rows, planned
         if key not in self._settings:
-            self._settings[key] = self._find(rows, planned)
+            try:
+                found = None if rows in self.refused else self._find(rows, planned)
+            except WorkloadError as error:  # such as batch norm of a single row
+                self.refused[rows], found = error.what, None
+            self._settings[key] = found
         return self._settings[key]
 
     def _find(self, rows: int, planned: bool) -> Setting | None:
-        if rows in self.refused:
-            return None
         bare = None if self.bare is None else self.bare.setting(rows, planned=planned)
         found = bare and replace(bare, way=self.way)
         plan = self._plan_at(rows) if planned else None
@@ -236,11 +238,9 @@ class WaySearch:
 
     def first_batches(self, most: int) -> list[int]:
         """Batches up to the largest one that are tried first; none if it is 0."""
-        if most < 1:
-            return []
         if self.total is not None:
             return [n for n in range(1, most + 1) if self._own_total % n == 0]
-        return grid(most)
+        return grid(most) if most > 0 else []
 
     def _beyond(self) -> Iterator[int]:
         """Batches larger than the largest unplanned one, in growing steps."""

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from ckplan.simulating.curve import PHASES, Curve
-from ckplan.tracing.watched_loop import alive_tensors
+from ckplan.tracing.alive import alive_tensors
 from ckplan.training.allocator import (
     AllocatorLog,
     GpuAllocatorStats,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -826,6 +827,23 @@ def test_another_shape_is_planned_again_by_the_same_backend() -> None:
 
 
 @pytest.mark.usefixtures("no_kernels")
+def test_percent_are_of_the_largest_batch_so_that_the_last_one_of_few_rows_fits() -> (
+    None
+):
+    planned, (model, x) = ckplan.backend("90%"), deep()
+    call = torch.compile(model, backend=planned, fullgraph=True, dynamic=False)
+    call(x).backward()
+    (largest,) = planned.chosen
+    call(x[:64]).backward()
+    last = planned.chosen[-1]
+    assert last.plan.regions == ()
+    assert last.replayed.peak_bytes < largest.replayed.peak_bytes
+    assert last.plan.budget_bytes == largest.plan.budget_bytes
+    with pytest.raises(InfeasibleError):  # if it were the first one
+        ckplan.compile(deep()[0], "30%")(x[:64])
+
+
+@pytest.mark.usefixtures("no_kernels")
 def test_a_graph_that_is_compiled_anew_is_planned_once() -> None:
     class Settles(Deep):
         kind: str | None = None
@@ -844,6 +862,25 @@ def test_a_graph_that_is_compiled_anew_is_planned_once() -> None:
     one, other = planned.chosen
     assert planned.plans == [one.plan] == [other.plan]
     assert stages.count("solving") == 1
+
+
+@pytest.mark.parametrize(
+    ("copied", "fullgraph"),
+    [(copy.deepcopy, False), (lambda one: pickle.loads(pickle.dumps(one)), True)],
+    ids=["deepcopy", "pickle"],
+)
+def test_a_copy_of_a_compiled_model_has_the_same_plan(
+    copied: Callable[[Any], Any], fullgraph: bool
+) -> None:
+    model, x = deep()
+    optimizer = torch.optim.AdamW(model.parameters())
+    compiled = ckplan.compile(model, "80%", optimizer=optimizer, fullgraph=fullgraph)
+    original = run_steps(compiled, model, x)
+    other = copied(compiled)
+    steps = run_steps(other, other._orig_mod, x)
+    assert not steps.differs_from(original)
+    unplanned = run_steps(torch.compile(model), model, x)
+    assert steps.peak_bytes == original.peak_bytes < unplanned.peak_bytes
 
 
 @pytest.mark.usefixtures("no_kernels")

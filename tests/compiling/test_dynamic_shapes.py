@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from compiled import Convolutions, Deep, Steps, planner_of, run_steps
+from torch import nn
 
 import ckplan
-from ckplan.compiling import dynamic
+from ckplan.compiling import dynamic, nodes
 from ckplan.compiling.nodes import renamed
 from ckplan.compiling.replay import Replayed
 from ckplan.errors import ApplyError, PlanError
@@ -148,6 +149,42 @@ def test_code_for_all_sizes_that_takes_more_gets_a_smaller_plan(
     chosen, _ = dynamic.compiled_for(traced, planner, choose)  # type: ignore[arg-type]
     assert asked == [0, 5, 7]
     assert chosen.replayed.peak_bytes == most
+
+
+class MeanLoss(Deep):
+    """Its gradient divides by a size, which takes more ops with dynamic shapes."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return nn.functional.mse_loss(x, torch.zeros_like(x))
+
+
+def test_a_mean_over_a_dynamic_size_is_planned() -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    backend, model = ckplan.backend("85%"), MeanLoss(depth=2)
+    options = {"fullgraph": True, "dynamic": True}
+    call = torch.compile(model, backend=backend, **options)
+    unplanned = torch.compile(model, **options)
+    for rows in (LARGEST, 200):
+        x = batch(rows)
+        one, other = run_steps(call, model, x), run_steps(unplanned, model, x)
+        assert one.differs_from(other) == []
+        assert one.peak_bytes < other.peak_bytes
+    (plan,) = backend.plans
+    assert plan.regions
+
+
+def test_more_ops_between_those_of_a_graph_are_passed_over() -> None:
+    def places(ours: str, theirs: str) -> list[int] | None:
+        return nodes._places([*ours], [*theirs])
+
+    assert places("abcab", "abxxcab") == [0, 1, 4, 5, 6]
+    assert places("abcab", "xabcxab") == [1, 2, 3, 5, 6]
+    assert places("aab", "aaab") == [0, 1, 3]
+    assert places("abc", "acb") is None
+    assert places("abc", "ab") is None
 
 
 def test_a_graph_that_runs_other_ops_is_refused() -> None:

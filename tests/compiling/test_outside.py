@@ -110,13 +110,14 @@ def test_a_budget_is_of_the_whole_step() -> None:
     extra = mine.state_bytes + mine.gradient_bytes
     whole = accumulating.peak_bytes(10**6, 10**5)
     assert whole == 10**6 + extra
-    assert accumulating.left_by("100%", 10**6, 10**5) == 10**6 - 1000
-    assert Outside(0, optimizer, False).left_by(10**6, 1, 1) == 10**6 - mine.state_bytes
-    assert Outside(7, None, False).left_by(1000, 10, 1) == 993
+    assert accumulating.budget_bytes("100%", 10**6, 10**5) == whole
+    assert accumulating.left_by(whole, 10**5) == 10**6 - 1000
+    assert Outside(0, optimizer, False).left_by(10**6, 1) == 10**6 - mine.state_bytes
+    assert Outside(7, None, False).left_by(1000, 1) == 993
     # where forward and backward take little, the optimizer's step has the peak
     assert accumulating.peak_bytes(10, 10) == 10 + extra + mine.step_peak_bytes
     with pytest.raises(InfeasibleError, match="the step of SGD alone takes more"):
-        accumulating.left_by(extra, 10**6, 10**5)
+        accumulating.left_by(extra, 10**5)
 
 
 def test_what_cannot_be_counted_is_said() -> None:

@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 
 import pytest
 import torch
+from measured import peak_bytes_of
 from torch import nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -24,11 +25,15 @@ import ckplan
 from ckplan.errors import WorkloadError
 from ckplan.graph.graph import Graph
 from ckplan.simulating.simulate import simulate
+from ckplan.tracing.copying import copied
 from ckplan.tracing.costs import calibrate
 from ckplan.tracing.faking.fake_mode import fake_tensors
+from ckplan.tracing.first_step import FirstStep
 from ckplan.tracing.profile import profile_workload
-from ckplan.tracing.trace import trace_on_real_tensors
+from ckplan.tracing.target import find_target
+from ckplan.tracing.trace import trace, trace_on_real_tensors
 from ckplan.training.loading import WorkloadSpec, parse_input, parse_options
+from ckplan.training.step import Training, make_step
 from ckplan.training.workload import Workload
 
 
@@ -43,6 +48,28 @@ def unplanned(model: nn.Module, batch: Any) -> tuple[int, int]:
     return simulate(graph).peak_bytes, measured_peak(
         Workload(model, batch, mean_square)
     )
+
+
+class CachedByFunction(nn.Module):
+    """A function's cache holds what the last step made until the next one replaces it.
+
+    So do position embeddings of detection models.
+    """
+
+    def __init__(self, *, wants_values: bool) -> None:
+        super().__init__()
+        self.wants_values = wants_values
+        self.first, self.last = nn.Linear(64, 64), nn.Linear(64, 8)
+
+    @functools.lru_cache(maxsize=1)  # noqa: B019
+    def positions(self, mask: torch.Tensor) -> torch.Tensor:
+        return mask.cumsum(1).sin()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x).tanh().sigmoid()
+        if self.wants_values and hidden.sum().item() < 0:
+            return hidden
+        return self.last(hidden + self.positions(torch.ones_like(hidden)))
 
 
 class TiedEmbedding(nn.Module):
@@ -821,3 +848,31 @@ def test_what_cannot_be_watched_is_called_by_its_name(
     with pytest.raises(WorkloadError, match=f"uses {used}") as caught:
         ckplan.profile(kind(4, 4), torch.randn(4, 4), device=device)
     assert f"look at {__file__}" in str(caught.value)
+
+
+@pytest.mark.parametrize("wants_values", [False, True])
+def test_what_a_function_caches_over_steps_counts_until_it_is_replaced(
+    *, wants_values: bool
+) -> None:
+    model = CachedByFunction(wants_values=wants_values)
+    batch = torch.randn(1024, 64)
+    graph = ckplan.profile(model, batch, loss=mean_square, in_step=False)
+    step = make_step(Workload(model, batch, mean_square), Training("adamw"))
+    CachedByFunction.positions.cache_clear()
+    held = [*model.parameters(), batch]
+    measured = peak_bytes_of(lambda: (step.run(), step.run()), held)
+    assert simulate(graph).peak_bytes == pytest.approx(measured, abs=2048)
+    CachedByFunction.positions.cache_clear()
+
+
+def test_of_what_leaves_tensors_behind_no_first_step_is_known() -> None:
+    def known_of(model: nn.Module) -> frozenset[str] | None:
+        workload = Workload(model, torch.randn(16, 64), mean_square)
+        build, first = functools.partial(copied, workload), FirstStep()
+        here = find_target("cpu", None)
+        trace(build, Training("adamw"), here, check=False, first=first)
+        return first.gradients
+
+    assert known_of(nn.Linear(64, 8)) == {"weight", "bias"}
+    assert known_of(CachedByFunction(wants_values=False)) is None
+    CachedByFunction.positions.cache_clear()

@@ -485,6 +485,18 @@ def test_bytes_that_are_not_linear_are_an_error_and_every_batch_is_recorded() ->
     assert any("not linear" in note for note in found.notes)
 
 
+def test_a_batch_that_the_model_refuses_is_left_out() -> None:
+    def recorded(way: Way, rows: int, accumulate: int) -> Graph:
+        if rows == 1:
+            raise WorkloadError("batch norm of one row", needed="more", hint="more")
+        return quadratic(rows)
+
+    limit = MemoryLimit(40_000)
+    found = Tuning(recorded, limit, way=Way(optimizer="none"), rows=4).run()
+    assert found.best.batch > 1
+    assert 1 not in {rows for rows, _, _ in found.curve}
+
+
 def test_where_nothing_is_linear_no_batch_of_the_curve_is_faster_than_the_best() -> (
     None
 ):

@@ -147,6 +147,10 @@ class Storages:
         found = (self._ids.get(_storage_of(tensor)._cdata) for tensor in tensors)
         return {number for number in found if number is not None}
 
+    def knows(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor's storage is known."""
+        return bool(self.known([tensor]))
+
     def number_of(self, tensor: torch.Tensor) -> int:
         """The number of a tensor's storage, which must be known."""
         return self._ids[tensor.untyped_storage()._cdata]
