@@ -61,7 +61,7 @@ _THREADS = {(7, 5): 1024, (8, 6): 1536, (8, 9): 1536, (12, 0): 1536}
 NVIDIA, "CUDA C++ Programming Guide", table "Technical Specifications per Compute
 Capability".
 """
-_SIZE = re.compile(r"\d+gb")
+_SIZE = re.compile(r"[1-9]\d{0,2}gb")
 _BRANDS = re.compile(r"nvidia|geforce|tesla|amd|instinct|generation|\bgpu\b|[^a-z0-9]")
 
 

@@ -152,6 +152,7 @@ def test_cards_go_by_the_names_that_people_write(said: str, meant: str) -> None:
     [
         ("A100", "one of A100 40GB, A100 80GB", "--gpu 'A100 40GB'"),
         ("RXT 4090", "RTX 4090", "--gpu 'RTX 4090'"),
+        ("RTX", "RTX 4090", "--gpu-memory SIZE"),  # which one?
         ("RTX 4060", "RTX 4060 Ti 16GB", "--gpu-memory SIZE"),  # of 8 GB
         ("RTX 3080", "RTX 3090", "--gpu-memory SIZE"),  # of 10 GB
         ("RTX 5070", "RTX 5070 Ti", "--gpu-memory SIZE"),  # of 12 GB

@@ -18,6 +18,11 @@ if TYPE_CHECKING:
     from ckplan.tracing.script import ScriptRecorder
     from ckplan.training.script import Script
 
+_OP_BY_OP = (
+    "what the script compiles ran op by op, and a plan of this trace is for that: "
+    "compiled code takes other bytes, see ckplan.compile(model, budget)"
+)
+
 
 def record(
     script: Annotated[
@@ -123,6 +128,8 @@ def _write(watch: ScriptRecorder, script: Script, path: Path, force: bool) -> No
             "plan is for it alone; for another one, ckplan.record(model, optimizer) in "
             "Python",
         )
+    if watch.compiles:
+        notes = (*notes, _OP_BY_OP)
     graph = replace(graph, options=options, notes=notes)
     trace_file.save(graph, path, force=force)
     given = graph.fingerprint["batch"]

@@ -63,9 +63,21 @@ def open_source(ask: Ask) -> Callable[[], Made]:
     config = load_configuration(ask.name, trust)
     check_fields(ask.changes, config.to_dict())
     for name, value in ask.changes.items():
-        setattr(config, name, value)
+        _set(config, name, value)
     choice = choose_class(config, options.get("task"), trust)
     return partial(_build, choice, options, processor_settings(ask.name))
+
+
+def _set(config: Any, name: str, value: object) -> None:
+    """Set a field; newer versions of transformers check its type."""
+    try:
+        setattr(config, name, value)
+    except Exception as error:
+        raise WorkloadError(
+            f"cannot use --set {name}={value}: {error}",
+            needed=f"a value such as the configuration's: {getattr(config, name)!r}",
+            hint=f"--set {name}={getattr(config, name)}",
+        ) from error
 
 
 def _check(options: Mapping[str, Any]) -> None:

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from ckplan.applying import remove
+from ckplan.errors import CkplanError
 from ckplan.graph.graph import Graph
 from ckplan.graph.records import MEASURED
 from ckplan.graph.sharding import Sharding, sharded
@@ -183,6 +184,12 @@ def profile(
             in this way.
         WorkloadError: The model cannot be trained on this batch.
     """
+    if world_size != 1 and not shard:
+        raise CkplanError(
+            f"cannot profile a rank of {world_size} without a scheme",
+            needed="how the state of training is divided among them",
+            hint="shard='fsdp2'",
+        )
     sharding = Sharding(shard, world_size, tuple(units)) if shard else None
     given = {"target": target, "loss_fn": loss_fn, "step": step, "loss": loss}
     given = {key: value for key, value in given.items() if value is not None}

@@ -98,6 +98,11 @@ class ScriptRecorder:
         return len({id(one) for one in models if type(one) is type(self.model)})
 
     @property
+    def compiles(self) -> bool:
+        """Whether the script compiles something, which ran op by op."""
+        return self._op_by_op.is_used
+
+    @property
     def done(self) -> bool:
         """Whether a step is recorded."""
         return self.recorder is not None and self.recorder.done

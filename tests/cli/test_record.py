@@ -249,6 +249,7 @@ def test_what_a_script_compiles_is_recorded_op_by_op(
     assert ended.code == 0, ended.err
     graph = trace_file.load(Path("t.json.gz"))
     assert graph.model == "Sequential"
+    assert graph.notes[-1].startswith("what the script compiles ran op by op")
     assert [call.fqn for call in graph.calls] == ["", "0", "1", "2"]
     ended = run("record", "--continue", "--force", "-o", "t.json.gz", "compiles.py")
     assert (ended.code, ended.out) == (0, "compiled 1\n")  # when that is done

@@ -277,3 +277,8 @@ def test_a_tensor_is_named_only_where_a_rank_has_the_whole_of_it(scheme: str) ->
     assert [op.line for op in rank.ops if op.line] == [
         op.line for op in graph.ops if op.line
     ]
+
+
+def test_ranks_without_a_scheme_are_not_profiled() -> None:
+    with pytest.raises(CkplanError, match="a rank of 4 without a scheme"):
+        ckplan.profile(nn.Linear(2, 2), torch.randn(2, 2), world_size=4)

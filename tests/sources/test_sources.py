@@ -330,6 +330,33 @@ def test_a_setting_changes_the_configuration(tmp_path: Path) -> None:
 
 
 @needs_transformers
+@pytest.mark.parametrize(
+    ("kind", "num_labels", "labels"),
+    [
+        ("single_label_classification", 5, "int64[3]"),
+        ("multi_label_classification", 5, "float32[3,5]"),
+        ("regression", 1, "float32[3]"),
+        ("regression", 2, "float32[3,2]"),
+    ],
+)
+def test_labels_of_rows_are_of_the_kind_that_the_configuration_names(
+    kind: str, num_labels: int, labels: str, tmp_path: Path
+) -> None:
+    named = {"num_labels": num_labels, "problem_type": kind}
+    target = folder(tmp_path, {**BERT, **named})
+    graph = profiled(target, task="sequence-classification", batch="3x8")
+    assert graph.fingerprint["batch"]["labels"] == labels
+
+
+@needs_transformers
+def test_a_transcript_is_shorter_than_its_sound(tmp_path: Path) -> None:
+    spec = WorkloadSpec(folder(tmp_path, WAV2VEC2), {"task": "ctc", "batch": "2x4000"})
+    workload = spec.build()
+    assert workload.batch["labels"].shape == (2, 25)  # of 50 frames
+    assert workload.model.train()(**workload.batch).loss.isfinite()
+
+
+@needs_transformers
 def test_image_tokens_and_text_fill_every_row(tmp_path: Path) -> None:
     target = folder(tmp_path, LLAVA)
     options = {"task": "image-text-to-text", "batch": "2x24"}
@@ -484,6 +511,19 @@ PROBLEMS: dict[str, tuple[dict[str, Any] | str | None, dict[str, Any], str, str]
         {"task": "masked-lm", "attention": "flash"},
         "--attention flash",
         "sdpa",
+    ),
+    "too long, of GPT-2": (
+        {"model_type": "gpt2", "n_layer": 1, "n_embd": 16, "n_head": 2}
+        | {"n_positions": 32, "vocab_size": 50, "bos_token_id": 1, "eos_token_id": 1},
+        {"task": "causal-lm", "batch": "2x64"},
+        "cannot use 64 tokens",
+        "--batch 2x32",
+    ),
+    "type of a field": (
+        BERT,
+        {"task": "masked-lm", "num_hidden_layers": "three"},
+        "cannot use --set num_hidden_layers=three",
+        "--set num_hidden_layers=2",
     ),
     "field": (
         BERT,

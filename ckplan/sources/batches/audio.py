@@ -95,7 +95,7 @@ def num_features(context: Context, batch: dict[str, Any]) -> int | None:
 
 def classification(context: Context) -> dict[str, Any]:
     """One label per recording."""
-    return {**sound(context), "labels": context.classes(context.rows)}
+    return {**sound(context), "labels": context.row_labels()}
 
 
 def frame_classification(context: Context) -> dict[str, Any]:
@@ -116,9 +116,12 @@ def transcription(context: Context) -> dict[str, Any]:
 
     The decoder of a transducer reads a blank and then the transcript.
     """
-    length = context.sizes.take(2, _TRANSCRIPT, "transcript tokens per row")
+    batch = sound(context)
+    frames = num_features(context, batch) or 2 * _TRANSCRIPT
+    most = max(min(_TRANSCRIPT, frames // 2), 1)  # CTC needs a frame for each, and more
+    length = context.sizes.take(2, most, "transcript tokens per row")
     labels = context.ids(context.rows, length)
-    batch = {**sound(context), "labels": labels}
+    batch["labels"] = labels
     if context.takes("decoder_input_ids"):
         blanks = torch.full((context.rows, 1), context.number("blank_token_id"))
         batch["decoder_input_ids"] = torch.cat([blanks, labels], dim=1)

@@ -27,6 +27,7 @@ _POSITIONS = (
     "max_target_positions",
     "max_source_positions",
 )
+_TABLES = ("position", "wpe")  # in names of tables of positions
 
 
 @dataclass
@@ -143,10 +144,25 @@ class Context:
         """Random labels of classes."""
         return torch.randint(max(1, self.number("num_labels")), shape)
 
+    def row_labels(self) -> torch.Tensor:
+        """A label for every row, of the kind that the configuration names.
+
+        A class; or one number, or whether it has each of the classes.
+        """
+        kind, count = getattr(self.config, "problem_type", None), self.rows
+        if kind == "multi_label_classification":
+            return torch.randint(2, (count, self.number("num_labels"))).float()
+        if kind == "regression":
+            several = self.number("num_labels")
+            return torch.rand((count, several) if several > 1 else (count,))
+        return self.classes(count)
+
     def _check_positions(self, length: int) -> None:
         """Refuse more tokens than a table of positions has rows."""
         for name, module in self.model.named_modules():
-            if not isinstance(module, nn.Embedding) or "position" not in name:
+            if not isinstance(module, nn.Embedding):
+                continue
+            if not any(part in name for part in _TABLES):
                 continue
             in_text = not any(part in name for part in ("vision", "visual", "audio"))
             rows = module.num_embeddings

@@ -100,7 +100,7 @@ def classification(context: Context) -> dict[str, Any]:
     else:
         batch = dict(pixels(context))
     if context.takes("labels"):
-        batch["labels"] = context.classes(context.rows)
+        batch["labels"] = context.row_labels()
     return batch
 
 

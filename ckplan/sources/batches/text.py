@@ -58,9 +58,7 @@ def sequence_classification(context: Context) -> dict[str, Any]:
     end = end[0] if isinstance(end, list) and end else end
     if isinstance(end, int) and 0 <= end < context.vocab:
         batch["input_ids"][:, -1] = end
-    one_number = getattr(context.config, "problem_type", None) == "regression"
-    labels = torch.rand(context.rows) if one_number else context.classes(context.rows)
-    return {**batch, "labels": labels}
+    return {**batch, "labels": context.row_labels()}
 
 
 def token_classification(context: Context) -> dict[str, Any]:
