@@ -46,7 +46,7 @@ def predict(
         training: Training options.
         workload_fingerprint: The fingerprint of the workload.
     """
-    if trace is None:
+    if trace is None or "shard" in trace.options:  # of one rank: see `in_one_process`
         return Predicted()
     try:
         trace = trace if plan is None else with_planned_update(trace, plan)
@@ -55,8 +55,9 @@ def predict(
     different = differences(
         plan_fingerprint(trace.fingerprint), plan_fingerprint(workload_fingerprint)
     )
-    # A card changes costs, not bytes; a workload is compared by its fingerprint.
-    apart = "gpu", "workload"
+    # A card changes costs, not bytes; a workload is compared by its fingerprint; of
+    # several lengths, the trace has the longest.
+    apart = "gpu", "workload", "lengths"
     options = {k: v for k, v in trace.options.items() if k not in apart}
     if options != training.as_options():
         different = (*different, f"options: {options}")

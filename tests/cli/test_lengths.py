@@ -71,6 +71,9 @@ def test_the_plan_fits_the_longest_batch_and_costs_as_the_mean(
     timeline = simulate(mean, resolve(plan_file.load(tokens / "plan.yaml"), mean))
     assert format_bytes(timeline.peak_bytes) in said
     assert f"+{timeline.overhead:.1%}" in said
+    ended = run("verify", "plan.yaml", "--fake")
+    assert ended.code == 0, ended.err
+    assert "planned, predicted" in ended.out  # its timeline, of the longest batch
     again = run("solve", "one.json.gz", "--budget", "70%", "--force")
     assert "at the mean length" not in again.err
 

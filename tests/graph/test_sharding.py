@@ -178,6 +178,7 @@ def test_what_cannot_be_sharded_is_said() -> None:
     for make, found in [
         (lambda: ckplan.shard(graph, "fsdp", 2), "unknown way to shard 'fsdp'"),
         (lambda: ckplan.shard(graph, "ddp", 0), "cannot shard over 0 ranks"),
+        (lambda: ckplan.shard(graph, "ddp", 2.5), "cannot shard over 2.5 ranks"),
         (lambda: ckplan.shard(graph, "ddp", 2, units=["h.0"]), "cannot gather 'h.0'"),
         (lambda: ckplan.shard(graph, "fsdp2", 2, units=["x"]), "'x'"),
         (lambda: ckplan.shard(graph, "fsdp2", 2, units=["h.0#0"]), "single calls"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ckplan.errors import CkplanError, did_you_mean
+from ckplan.units import is_count
 
 SCHEMES = ("ddp", "zero1", "zero2", "zero3", "fsdp2")
 GATHERING = ("zero3", "fsdp2")
@@ -32,10 +33,10 @@ class Sharding:
                 needed="one of " + ", ".join(SCHEMES),
                 hint=f"did you mean '{near}'?" if near else "--shard fsdp2",
             )
-        if self.world_size < 1:
+        if not is_count(self.world_size):
             raise CkplanError(
                 f"cannot shard over {self.world_size} ranks",
-                needed="a world size of one or more",
+                needed="a world size of one or more, a whole number",
                 hint="--world-size 8",
             )
         if self.units and self.scheme not in GATHERING:
