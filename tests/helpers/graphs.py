@@ -456,13 +456,17 @@ def with_engine(graph: Graph, rng: Random) -> Graph:
 
 
 def with_even_seconds(graph: Graph) -> Graph:
-    """A recorded step with the same seconds on every machine: of flops alone."""
+    """A recorded step with the same seconds on every machine, loaded or not.
+
+    Those of ops are of flops alone, and the engine's are about those of a quiet one.
+    """
     even = [replace(op, seconds=2e-5 + op.flops / 4e10) for op in graph.ops]
     codes = [
         replace(one, encode_seconds=2e-5, decode_seconds=2e-5)
         for one in graph.encodings
     ]
-    return replace(graph, ops=tuple(even), encodings=tuple(codes))
+    engine = EngineCosts(2e-5, 5e-6, 4e-5, 7e-5, 1.0, 5e-5, 5e-5)
+    return replace(graph, ops=tuple(even), encodings=tuple(codes), engine=engine)
 
 
 def random_regions(graph: Graph, rng: Random) -> list[Region]:
