@@ -123,7 +123,7 @@ def profile(
     optimizer: str | None = None,
     amp: str | torch.dtype | None = None,
     accumulate: int = 1,
-    device: str | None = None,
+    device: str | torch.device | None = None,
     clip: float | None = None,
     scaler: bool = False,
     gpu: str | None = None,

@@ -56,7 +56,9 @@ class TraceTarget:
                 ) from error
 
 
-def find_target(device: str, gpu: str | None, host: float = 1.0) -> TraceTarget:
+def find_target(
+    device: str | torch.device, gpu: str | None, host: float = 1.0
+) -> TraceTarget:
     """Check the device and the card that a step is planned for.
 
     A named card counts as local only if the local GPU has the same compute capability.
@@ -71,6 +73,7 @@ def find_target(device: str, gpu: str | None, host: float = 1.0) -> TraceTarget:
         CkplanError: The card or the device does not exist, or the speed is no positive
             number, or another than 1 and there is no GPU to launch on.
     """
+    device = str(device)
     name, _, number = device.partition(":")
     if name not in ("cpu", "cuda") or not (number or "0").isdigit():
         raise CkplanError(

@@ -895,6 +895,7 @@ def an_h100(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("an_h100")
 def test_a_card_is_here_if_the_gpu_that_is_here_has_its_kernels() -> None:
     assert find_target("cuda", None).is_here
+    assert find_target(torch.device("cuda:0"), None).is_here
     assert find_target("cuda:0", "H200").is_here
     elsewhere = find_target("cuda", "RTX 4090")
     assert not elsewhere.is_here
