@@ -106,7 +106,8 @@ def compare(
         limit = limit_of_objective(planner, objective)
         assert limit is not None, "internal error: neither a budget nor a card"
         link, allow = levers.link(graph, card.gpu), levers.allowed
-        least = max(limit.bytes, planner.least.peak_bytes)
+        fits = planner.within(limit.bytes) is not None
+        least = limit.bytes if fits else planner.least.peak_bytes
         plan = solve_within_limit(planner, replace(limit, bytes=least)).timeline
         found = [*all_baselines(planner, limit), Baseline.of("this plan", plan, limit)]
         if allow or link is not None:

@@ -18,11 +18,6 @@ if TYPE_CHECKING:
     from ckplan.tracing.script import ScriptRecorder
     from ckplan.training.script import Script
 
-_OP_BY_OP = (
-    "what the script compiles ran op by op, and a plan of this trace is for that: "
-    "compiled code takes other bytes, see ckplan.compile(model, budget)"
-)
-
 
 def record(
     script: Annotated[
@@ -109,6 +104,7 @@ def _write(watch: ScriptRecorder, script: Script, path: Path, force: bool) -> No
     from ckplan.report.step import step_report
     from ckplan.report.tables import render
     from ckplan.simulating.simulate import simulate
+    from ckplan.tracing.running_script import OP_BY_OP
 
     recorder, names = watch.recorder, [type(one).__name__ for one in watch.optimizers]
     assert recorder is not None, "internal error: nothing is recorded"
@@ -129,7 +125,11 @@ def _write(watch: ScriptRecorder, script: Script, path: Path, force: bool) -> No
             "Python",
         )
     if watch.compiles:
-        notes = (*notes, _OP_BY_OP)
+        notes = (
+            *notes,
+            f"{OP_BY_OP}, and a plan of this trace is for that: compiled code takes "
+            "other bytes, see ckplan.compile(model, budget)",
+        )
     graph = replace(graph, options=options, notes=notes)
     trace_file.save(graph, path, force=force)
     given = graph.fingerprint["batch"]

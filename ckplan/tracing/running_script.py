@@ -51,6 +51,9 @@ def exit_code(ended: SystemExit | None) -> int:
     return 1
 
 
+OP_BY_OP = "what the script compiles ran op by op"
+
+
 class OpByOp:
     """A scope in which what a script compiles runs op by op, until it is told to stop.
 

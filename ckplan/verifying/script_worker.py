@@ -28,7 +28,7 @@ from ckplan.errors import CkplanError, WorkloadError
 from ckplan.plan.plan import plan_fingerprint
 from ckplan.simulating.curve import PHASES
 from ckplan.tracing.loop_errors import check_script
-from ckplan.tracing.running_script import OpByOp, ScriptEnd, run_script
+from ckplan.tracing.running_script import OP_BY_OP, OpByOp, ScriptEnd, run_script
 from ckplan.tracing.watched_loop import WatchedEngine, elements
 from ckplan.training.fingerprint import (
     batch_shapes,
@@ -59,7 +59,7 @@ from ckplan.verifying.worker_state import (
 )
 
 _FORWARD, _BACKWARD, _OPTIMIZER = PHASES
-NOTE_OP_BY_OP = "what the script compiles ran op by op, as the plan is for that"
+NOTE_OP_BY_OP = f"{OP_BY_OP}, as the plan is for that"
 
 
 class ScriptWorker:
