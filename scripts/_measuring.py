@@ -25,6 +25,7 @@ from ckplan.errors import CkplanError
 from ckplan.units import format_bytes, format_percent
 
 ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "scripts" / "results"
 HARDWARE = "cpu"
 SEED = 0
 MOST_ERROR = 0.02  # of a predicted peak against the measured one
@@ -291,9 +292,10 @@ def finish(
 
 
 def results_path(name: str, suffix: str = ".md", hardware: str = HARDWARE) -> Path:
-    """The usual file of results of this month."""
-    month = _now().strftime("%Y%m")
-    return ROOT / "scripts" / "results" / f"{name}_{hardware}_{month}{suffix}"
+    """The usual file of results: of this month, or of the rows kept so far."""
+    kept = sorted(RESULTS.glob(f"{name}_{hardware}_??????.jsonl"))
+    month = kept[-1].stem[-6:] if kept else _now().strftime("%Y%m")
+    return RESULTS / f"{name}_{hardware}_{month}{suffix}"
 
 
 def write_page(path: Path, title: str, parts: Iterable[str]) -> None:

@@ -21,7 +21,7 @@ from ckplan.units import GIB, format_bytes, format_percent
 
 TRACE = measuring.ROOT / "traces" / "gpt2.json.gz"
 SHARE = 0.55
-OUTPUT = measuring.ROOT / "scripts" / "results" / "picture_gpt2_202611.png"
+OUTPUT = measuring.RESULTS / "picture_gpt2_202611.png"
 
 
 def main() -> int:
