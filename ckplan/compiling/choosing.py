@@ -1,10 +1,11 @@
 """Which of many candidates a budget gets, with few of them replayed.
 
-A replay takes seconds. Candidates of equal cost are in the order of what they save, the
-most first, so where one fits, those after it mostly do. The last of equal ones tells
-whether they are worth a search, and halving finds the first of them that fits. More
-budget never makes that dearer: what fits still does, and of equal ones the same or
-earlier ones are found.
+A replay takes seconds, and of a large step a minute. Candidates of equal cost are in
+the order of what they are simulated to take, the most first, so where one fits, those
+after it mostly do. The last of equal ones tells whether they are worth a search, and
+halving finds the first of them that fits. What is simulated to take far more than the
+budget is not replayed. More budget never makes that dearer: what fits still does, and
+of equal ones the same or earlier ones are found.
 """
 
 from __future__ import annotations
@@ -22,6 +23,12 @@ Fits: TypeAlias = Callable[[Sequence[int]], bool]
 """Whether the first of some places fits. The others may be asked for next."""
 
 _ASKED_NEXT = 8  # more than are tried at a time
+_SURELY_OVER = 1.2
+"""A candidate whose simulated peak exceeds a budget by this factor is not replayed. Of
+graphs of several layers, replayed peaks are 0.90 to 1.2 of the simulated ones; of tiny
+ones that are less, what is lost may cost less."""
+_NEAR = 1.03
+"""Simulated peaks of equal candidates within this factor are not told apart."""
 _FEW, _FAR = 8, 1.1
 """Of those with the smallest simulated peaks, so many are always replayed; if none is
 within this factor of a budget, no other is expected to fit. Of 28 graphs, one of the
@@ -47,14 +54,21 @@ def cheapest_within(
     """
     left = budget_bytes - held_bytes
 
+    def may_fit(place: int) -> bool:
+        one = some[place]
+        over = one.simulated_peak_bytes > _SURELY_OVER * budget_bytes
+        return one.saved_bytes <= left and not over
+
     def fits(places: Sequence[int]) -> bool:
-        if some[places[0]].saved_bytes > left:
+        first, *others = places
+        if not may_fit(first):
             return False
-        tell(places[0], len(some))
-        wanted = [some[n].saved for n in places if some[n].saved_bytes <= left]
+        tell(first, len(some))
+        wanted = [some[place].saved for place in (first, *filter(may_fit, others))]
         return replays.of_first(wanted).peak_bytes <= budget_bytes
 
-    place = cheapest_that_fits([one.overhead for one in some], fits)
+    costs = [one.overhead for one in some]
+    place = cheapest_that_fits(costs, [one.simulated_peak_bytes for one in some], fits)
     found = None if place is None else some[place]
     for one in some[:place]:
         known = replays.found.get(one.saved)
@@ -87,24 +101,28 @@ def try_the_smallest(
             return
 
 
-def cheapest_that_fits(costs: Sequence[float], fits: Fits) -> int | None:
+def cheapest_that_fits(
+    costs: Sequence[float], peaks: Sequence[int], fits: Fits
+) -> int | None:
     """The place of one that fits, of those of least cost that were found to.
 
     Args:
-        costs: In ascending order; equal ones by what they save, the most first.
+        costs: In ascending order.
+        peaks: What each is simulated to take; of equal costs, in descending order.
         fits: Tries them.
     """
-    for _, equal in groupby(range(len(costs)), key=costs.__getitem__):
-        first, *others = equal
-        last = others[-1] if others else first
-        if fits([last, *islice(_halves(first, last), _ASKED_NEXT)]):
-            return _first_that_fits(first, last, fits)
+    equal = [[*places] for _, places in groupby(range(len(costs)), costs.__getitem__)]
+    lasts = [places[-1] for places in equal]
+    for number, ((first, *_), last) in enumerate(zip(equal, lasts, strict=True)):
+        next_one = lasts[number + 1 : number + 2]
+        if fits([last, *next_one, *islice(_halves(first, last), _ASKED_NEXT)]):
+            return _first_that_fits(first, last, peaks, fits)
     return None
 
 
-def _first_that_fits(low: int, high: int, fits: Fits) -> int:
+def _first_that_fits(low: int, high: int, peaks: Sequence[int], fits: Fits) -> int:
     """The first of some places that fits, where ``high`` does; found by halving."""
-    while low < high:
+    while peaks[low] > _NEAR * peaks[high]:
         if fits([*islice(_halves(low, high), _ASKED_NEXT)]):
             high = (low + high) // 2
         else:

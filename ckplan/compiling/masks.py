@@ -65,12 +65,15 @@ def pack_masks(parts: Parts, num_outputs: int) -> None:
     returned = nodes.returned(forward)
     kept = {one for one in returned[:num_outputs] if isinstance(one, fx.Node)}
     inputs = {one.name: one for one in backward.find_nodes(op="placeholder")}
+    order = {node: place for place, node in enumerate(backward.nodes)}
     new: dict[fx.Node, fx.Node] = {}
     for mask in nodes.outputs(forward):
         if mask in kept or mask in new or not becomes_bits(mask):
             continue
         new[mask] = _packed(forward, mask)
-        _unpack(backward, inputs[mask.name], new[mask])
+        given = inputs[mask.name]
+        first = min(given.users, key=order.__getitem__)
+        _unpack(backward, given, new[mask], first)
     if new:
         (output,) = forward.find_nodes(op="output")
         output.args = (fx.map_arg(returned, lambda one: new.get(one, one)),)
@@ -85,14 +88,12 @@ def _packed(forward: fx.Graph, mask: fx.Node) -> fx.Node:
     return bits
 
 
-def _unpack(backward: fx.Graph, mask: fx.Node, bits: fx.Node) -> None:
+def _unpack(backward: fx.Graph, mask: fx.Node, bits: fx.Node, first: fx.Node) -> None:
     """Let backward take bits in place of a mask, and unpack them at its first use."""
     _, unpacking = _traced_for(mask.meta["val"])
     with backward.inserting_before(mask):
         given = backward.placeholder(bits.name)
     given.meta = dict(bits.meta)
-    order = {node: place for place, node in enumerate(backward.nodes)}
-    first = min(mask.users, key=order.__getitem__)
     with backward.inserting_before(first):
         again = _inlined(backward, unpacking, given, first)
     mask.replace_all_uses_with(again)
@@ -104,7 +105,7 @@ def _inlined(into: fx.Graph, graph: fx.Graph, given: fx.Node, of: fx.Node) -> fx
     (placed,) = graph.find_nodes(op="placeholder")
     copies = {placed: given}
     for node in nodes.ops_of(graph):
-        copies[node] = into.node_copy(node, copies.__getitem__)
+        copies[node] = nodes.copied(node, into, copies)
         copies[node].meta = {**of.meta, **node.meta}
     return copies[_made_by(graph)]
 

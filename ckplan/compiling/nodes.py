@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import operator
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from copy import copy
 from functools import lru_cache
 
 import torch
@@ -36,6 +37,7 @@ _MOST_KNOWN = 4096  # names and ops of which facts are remembered
 # Ops between two of a graph that only the same with dynamic shapes runs, and how many
 # equal ones then tell where both go on.
 _MOST_MORE, _AHEAD = 32, 3
+_UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
 _ATTENTION = "scaled_dot_product"  # torch counts no FLOPs of that of CPUs
 
 
@@ -46,13 +48,36 @@ def is_tensor(node: fx.Node) -> bool:
 
 def is_view(node: fx.Node) -> bool:
     """Whether the node's value shares the memory of its first argument."""
+    op = node.target
+    if isinstance(op, OpOverload):
+        if not op.is_view and op is not _UNSAFE_VIEW:
+            return False  # most are
+    elif op is not operator.getitem:
+        return False
     if not node.args or not isinstance(node.args[0], fx.Node):
         return False  # the conjugate of a number, say
-    if node.target is operator.getitem:
-        return is_view(node.args[0])
-    if not isinstance(node.target, OpOverload):
-        return False
-    return node.target.is_view or name_of_op(node) == "_unsafe_view"
+    return op is not operator.getitem or is_view(node.args[0])
+
+
+def copied(
+    node: fx.Node, graph: fx.Graph, copies: Mapping[fx.Node, fx.Node]
+) -> fx.Node:
+    """Copy a node to the end of another graph, or where that inserts.
+
+    As ``Graph.node_copy`` does, which looks for symbolic sizes in all arguments. That
+    takes longer than all else.
+
+    Args:
+        node: The node.
+        graph: The other graph.
+        copies: There, what the node is made of.
+    """
+    made = graph.create_node(node.op, node.target, name=node.name, type_expr=node.type)
+    made.args = fx.map_arg(node.args, copies.__getitem__)
+    if node.kwargs:
+        made.kwargs = fx.map_arg(node.kwargs, copies.__getitem__)
+    made.meta = copy(node.meta)
+    return made
 
 
 def base_of(node: fx.Node) -> fx.Node:

@@ -49,7 +49,7 @@ def _forward(graph: fx.Graph, returned: Sequence[object]) -> fx.Graph:
     needed = _needed([*filter(_is_node, returned), *changes], ())
     for node in ours:
         if node in needed or node.op == "placeholder":
-            copies[node] = made.node_copy(node, copies.__getitem__)
+            copies[node] = nodes.copied(node, made, copies)
     made.output(fx.map_arg(tuple(returned), copies.__getitem__))
     return made
 
@@ -74,7 +74,7 @@ def _backward(
             parts = (user for user in one.users if user.target is operator.getitem)
             for new in (one, *parts):
                 if new in needed and new not in copies:
-                    copies[new] = made.node_copy(new, copies.__getitem__)
+                    copies[new] = nodes.copied(new, made, copies)
     made.output(fx.map_arg(tuple(returned), copies.__getitem__))
     return made
 

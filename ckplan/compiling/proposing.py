@@ -6,25 +6,22 @@ Inductor reuses, so proposals are many, and what counts is a replay: ``search.py
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from torch import fx
 
 from ckplan.compiling import nodes
-from ckplan.compiling.costs import CardCosts, CpuCosts, costs_of
 from ckplan.compiling.cuts import Cuts
-from ckplan.compiling.graph import CompiledStep, as_graph
-from ckplan.compiling.handing import before_gradients, bytes_handed
-from ckplan.compiling.kernels import Kernels
+from ckplan.compiling.estimating import Estimates
+from ckplan.compiling.graph import CompiledStep
+from ckplan.compiling.handing import bytes_handed
 from ckplan.compiling.layouts import convolutions_to_save, saving
 from ckplan.compiling.masks import becomes_bits, saved_bytes
-from ckplan.compiling.outlines import outlined
 from ckplan.compiling.partition import JointGraph, Saved
-from ckplan.compiling.runs import runs_of
 from ckplan.compiling.saved_values import flat, saved_by
+from ckplan.compiling.side_by_side import shared_out
 from ckplan.gpus import Gpu
 from ckplan.graph.graph import Graph
 from ckplan.plan.region import Region
@@ -43,10 +40,6 @@ WAYS = ("every layer", "everything", *(f"torch, {one:g}" for one in TORCH_BUDGET
 _MOST_DOMINATED = 1.1
 """A candidate whose simulated peak exceeds that of a cheaper one by more than this
 factor is left out. Replayed peaks of nearly equal ones may be in another order."""
-_LEAST_GAIN = 0.02
-"""Of a step: if a plan is estimated to spare less, that is not promised."""
-_STEPS = 200  # overheads are multiples of half a percent of a step
-_ROUNDING = 1e-6
 _FEWER = 0.99
 """Of the bytes that a plan saves: with more, another is not worth a replay."""
 _MOST_AT_ONCE = 1.25
@@ -80,8 +73,7 @@ class Proposer:
         """
         self._joint = joint
         self._step = step
-        self._card = card
-        self._overheads: dict[Saved, float] = {None: 0.0}
+        self.estimates = Estimates(joint, step, card)
         self._as_bits = card is None  # masks that a plan saves
         self._saved_bytes: dict[Saved, int] = {}
 
@@ -95,10 +87,10 @@ class Proposer:
         """Those of ``WAYS`` that the step has, by name."""
         layers = [one for _, one in self.planner.standard_baselines.every_call]
         found = dict(zip(WAYS, (*(layers or [()]), (Region(0),)), strict=False))
-        for name, share in zip(WAYS[2:], TORCH_BUDGETS, strict=True):
-            names = self._joint.saved_by_torch(share)
-            found[name] = self._saving(names)
-        return {name: self.candidate(some) for name, some in found.items() if some}
+        saved = shared_out(self._joint.saved_by_torch, TORCH_BUDGETS)
+        found |= zip(WAYS[2:], map(self._saving, saved), strict=True)
+        found = {name: some for name, some in found.items() if some}
+        return dict(zip(found, self._candidates(found.values()), strict=True))
 
     @cached_property
     def candidates(self) -> tuple[Candidate, ...]:
@@ -109,7 +101,7 @@ class Proposer:
         choice and all ways are among them.
         """
         ways = {one.saved: one for one in (self.candidate(()), *self.ways.values())}
-        own = [*self._proposed()]
+        own = self._proposed()
         found = dict[Saved, Candidate]()
         for some in (own, self._with_fewer_bytes(own)):
             smallest = float("inf")
@@ -119,67 +111,27 @@ class Proposer:
                 smallest = min(smallest, one.simulated_peak_bytes)
         return tuple(sorted({**found, **ways}.values(), key=_cheapest_first))
 
+    def _candidates(self, plans: Iterable[Sequence[Region]]) -> list[Candidate]:
+        """The candidates that are made of plans; their costs are estimated together."""
+        listed = [*plans]
+        self.estimates.learn(map(self._saved_by, listed))
+        return [*map(self.candidate, listed)]
+
     def candidate(self, regions: Sequence[Region]) -> Candidate:
         """What compiled code can have of a plan for single ops: nothing nested."""
         found = tuple(map(flat, regions))
-        simulator = self.planner.simulator
-        saved = saved_by(self._step, simulator, found) if found else None
+        saved = self._saved_by(found)
         return Candidate(
             found,
-            simulator.run(found).peak_bytes,
-            self.overhead_of(saved),
+            self.planner.simulator.run(found).peak_bytes,
+            self.estimates.overhead_of(saved),
             saved,
             self._bytes_saved(saved),
         )
 
-    def overhead_of(self, saved: Saved) -> float:
-        """Estimated seconds that saving the given values adds, as a fraction.
-
-        They are those of that division of the joint graph.
-        """
-        if saved not in self._overheads:
-            assert saved is not None
-            divided = outlined(self._joint, saved, self._as_bits)
-            self._overheads[saved] = self.overhead_in(divided)
-        return self._overheads[saved]
-
-    def overhead_in(self, joint: JointGraph) -> float:
-        """Estimated seconds of another division beyond torch's own, as a fraction.
-
-        Estimates are too rough to promise a small gain: then it is 0. They are rounded
-        up, so that of plans that cost nearly the same, few are replayed.
-        """
-        more = self.seconds_in(joint) / self._own_seconds - 1
-        more = more if more < -_LEAST_GAIN else max(more, 0.0)
-        return math.ceil(more * _STEPS - _ROUNDING) / _STEPS
-
-    def seconds_in(self, joint: JointGraph) -> float:
-        """Estimated seconds of a division: of all ops of its ``Graph``."""
-        if self._card is not None:  # launches run beside it
-            model, more = self._step.graph.model, self._step.fuses_more
-            step = as_graph(joint, model, fuses_more=more, gpu=self._card)
-            return step.graph.step_seconds
-        forward, backward = joint.forward.graph, joint.backward.graph
-        costs = self._costs(forward, backward)
-        first = self._seconds_in_half(forward, costs, ())
-        return first + self._seconds_in_half(backward, costs, self._of_forward)
-
-    def _seconds_in_half(
-        self, half: fx.Graph, costs: CpuCosts | CardCosts, made_before: Collection[str]
-    ) -> float:
-        """Seconds of forward or backward, where some contractions ran before."""
-        kernels = Kernels(half)
-        return sum(
-            costs.rebuilt(run, kernels)[0]
-            if any(one.name in made_before and _follows(one) for one in run)
-            else costs.seconds(run, kernels)[0]
-            for run in runs_of(half, self._step.fuses_more)
-        )
-
-    @cached_property
-    def _of_forward(self) -> frozenset[str]:
-        graph = self._joint.module.graph
-        return frozenset(node.name for node in before_gradients(graph))
+    def _saved_by(self, regions: Sequence[Region]) -> Saved:
+        found = tuple(map(flat, regions))
+        return saved_by(self._step, self.planner.simulator, found) if found else None
 
     def least_overhead(self, saved_bytes: int) -> float:
         """Contractions that run again at least, as a fraction of the unplanned step.
@@ -189,38 +141,32 @@ class Proposer:
         Args:
             saved_bytes: Most bytes that forward saves.
         """
-        again = self._cuts.seconds_at_least(saved_bytes) / self._own_seconds
-        gain = self.overhead_of(self._saved_by_torch) if self._as_bits else 0.0
-        return again + min(gain, 0.0)
-
-    @cached_property
-    def _own_seconds(self) -> float:
-        return self.seconds_in(self._joint)
+        again = self._cuts.seconds_at_least(saved_bytes) / self.estimates.own_seconds
+        if not self._as_bits:
+            return again
+        return again + min(self.estimates.overhead_of(self._saved_by_torch), 0.0)
 
     @cached_property
     def _cuts(self) -> Cuts:
-        again = self._costs(self._joint.module.graph).again
-        return Cuts(self._joint, again, self._bytes_of)
+        return Cuts(self._joint, self.estimates.again, self._bytes_of)
 
-    def _costs(self, *graphs: fx.Graph) -> CpuCosts | CardCosts:
-        costs = costs_of(self._card, self._step.kernel_bytes)
-        costs.measure(*graphs)
-        return costs
-
-    def _proposed(self) -> Iterator[Candidate]:
+    def _proposed(self) -> list[Candidate]:
         """Torch's own choice, and the solver's plans."""
+        return self._candidates(self._proposed_regions())
+
+    def _proposed_regions(self) -> Iterator[tuple[Region, ...]]:
         planner = self.planner
-        yield self.candidate(())
+        yield ()
         if planner.graph.storages != self._step.graph.storages:  # with masks as bits
-            yield self.candidate(self._saving(self._saved_by_torch))
+            yield self._saving(self._saved_by_torch)
         ends = planner.floor.peak_bytes, planner.unplanned.peak_bytes
         for budget_bytes in budgets_to_try(*ends):
             for solver in (planner, self._fused_planner):
                 plan = solver.within(budget_bytes)
                 if plan is not None and plan[1]:
-                    yield self.candidate(saving(self._step, plan[1], self._to_save))
+                    yield saving(self._step, plan[1], self._to_save)
 
-    def _with_fewer_bytes(self, own: Sequence[Candidate]) -> Iterator[Candidate]:
+    def _with_fewer_bytes(self, own: Sequence[Candidate]) -> list[Candidate]:
         """Those that can run the same contractions again with fewer bytes saved.
 
         Where masks are bits, all of them are saved: to draw one again takes longer than
@@ -230,16 +176,21 @@ class Proposer:
         """
         planned = {one.saved: one for one in own if one.regions}.values()
         smallest = min(planned, key=lambda one: one.simulated_peak_bytes, default=None)
-        for one in planned:
-            for draws_again in sorted({not self._as_bits, one is smallest}):
-                names = self._narrowed(one.saved, draws_again)
-                fewer = self._bytes_saved(names) < _FEWER * one.saved_bytes
-                if not fewer and self.overhead_of(names) >= one.overhead:
-                    continue
-                regions = self._saving(names)
-                peak_bytes = self.planner.simulator.run(regions).peak_bytes
-                if peak_bytes <= _MOST_AT_ONCE * one.simulated_peak_bytes:
-                    yield self.candidate(regions)
+        tries = [
+            (one, self._narrowed(one.saved, draws_again))
+            for one in planned
+            for draws_again in sorted({not self._as_bits, one is smallest})
+        ]
+        self.estimates.learn(names for _, names in tries)
+        return self._candidates(
+            regions
+            for one, names in tries
+            if self._bytes_saved(names) < _FEWER * one.saved_bytes
+            or self.estimates.overhead_of(names) < one.overhead
+            for regions in [self._saving(names)]
+            if self.planner.simulator.run(regions).peak_bytes
+            <= _MOST_AT_ONCE * one.simulated_peak_bytes
+        )
 
     def _narrowed(self, saved: Saved, draws_again: bool) -> frozenset[str]:
         assert saved is not None
@@ -291,12 +242,6 @@ class Proposer:
         return self._saved_bytes[saved]
 
 
-def _follows(node: fx.Node) -> bool:
-    """Whether a node is a contraction of something that its graph has just made."""
-    bases = map(nodes.base_of, node.all_input_nodes)
-    return nodes.is_alone(node) and any(base.op == "call_function" for base in bases)
-
-
 def fused(step: CompiledStep) -> Graph:
     """A step whose ops take what they add to backward, whose kernels they join."""
     graph = step.graph
@@ -339,5 +284,5 @@ def budgets_to_try(low: int, high: int) -> Iterator[int]:
 
 
 def _cheapest_first(one: Candidate) -> tuple[float, bool, int]:
-    """Of those that cost the same, torch's own choice, then those that save more."""
-    return one.overhead, bool(one.regions), -one.saved_bytes
+    """Of those that cost the same, torch's own choice, then those that take more."""
+    return one.overhead, bool(one.regions), -one.simulated_peak_bytes

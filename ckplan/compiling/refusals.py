@@ -105,9 +105,19 @@ def check_same_graph(plan: Plan, digest: str, device: str = "cpu") -> None:
         return
     raise PlanError(
         f"cannot compile with the plan of '{plan.model}': {what}",
-        needed="a plan for this model, batch and torch, compiled",
+        needed="a plan for this model, batch and torch, compiled" + _made_with(plan),
         hint="ckplan.compile(model, budget), or ckplan.apply for uncompiled code",
     )
+
+
+def _made_with(plan: Plan) -> str:
+    """The batch and torch of a plan for compiled code, as far as it names them."""
+    known = plan.fingerprint
+    if "compiled" not in known:
+        return ""
+    found = [f"{name} {shape}" for name, shape in known.get("batch", {}).items()]
+    found += [f"torch {known['torch']}"] if "torch" in known else []
+    return f"; its own: {', '.join(found)}" if found else ""
 
 
 def _refuse_levers(plan: Plan) -> None:

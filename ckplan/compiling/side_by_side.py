@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Generic, TypeVar
 
@@ -67,6 +68,27 @@ def side_by_side(
         for one in copies:
             one.stop()
     return [*found, *([None] * (len(items) - len(found)))]
+
+
+def shared_out(
+    work: Callable[[_Item], _Result], items: Sequence[_Item]
+) -> list[_Result]:
+    """What a function makes of each item, shared out among copies and this process."""
+    count = most_at_once()
+    parts = [items[place::count] for place in range(count)]
+    own: list[_Result] = []
+    found = side_by_side(
+        partial(_each, work), parts[1:], lambda: own.extend(_each(work, parts[0]))
+    )
+    made: dict[int, _Result] = {}
+    for place, (part, results) in enumerate(zip(parts, [own, *found], strict=True)):
+        some = _each(work, part) if results is None else results
+        made |= zip(range(place, len(items), count), some, strict=True)
+    return [made[place] for place in range(len(items))]
+
+
+def _each(work: Callable[[_Item], _Result], items: Sequence[_Item]) -> list[_Result]:
+    return [*map(work, items)]
 
 
 class _Copy(Generic[_Result]):

@@ -134,8 +134,12 @@ class _Rows:
         joints = {key: joint for key, (joint, _) in found.items()}
         replayed = {key: one for key, (_, one) in found.items()}
         planners = parts.planners
-        seconds = {k: planners[k].proposer.seconds_in(j) for k, j in joints.items()}
-        overheads = {k: planners[k].proposer.overhead_in(j) for k, j in joints.items()}
+        seconds = {
+            k: planners[k].proposer.estimates.seconds_in(j) for k, j in joints.items()
+        }
+        overheads = {
+            k: planners[k].proposer.estimates.overhead_in(j) for k, j in joints.items()
+        }
         least = {
             k: one.proposer.least_overhead(replayed[k].saved_bytes)
             for k, one in planners.items()

@@ -140,7 +140,9 @@ def test_a_step_under_autocast_is_planned_and_verified_by_its_plan(
     torch._dynamo.reset()
     other = run("verify", "drops.py", "p.yaml", "--compile", "--amp", "fp16")
     assert other.code != 0
-    assert "it is for the compiled graph" in " ".join(other.err.split())
+    words_of_error = " ".join(other.err.split())
+    assert "it is for the compiled graph" in words_of_error
+    assert "compiled; its own: 0 float32[512," in words_of_error
 
 
 def test_types_of_autocast_are_checked(folder: Path) -> None:

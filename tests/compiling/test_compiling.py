@@ -39,6 +39,7 @@ from ckplan.compiling import (
     workspaces,
 )
 from ckplan.compiling.costs import CpuCosts
+from ckplan.compiling.estimating import Estimates
 from ckplan.compiling.graph import as_graph
 from ckplan.compiling.lowering import Code, Lowered, in_order
 from ckplan.compiling.outlines import outlined
@@ -303,8 +304,8 @@ def test_candidates_are_ordered_and_none_is_far_above_a_cheaper_one(
     planner: CompiledPlanner,
 ) -> None:
     found = planner.candidates
-    costs = [(c.overhead, bool(c.regions), -c.saved_bytes) for c in found]
-    assert costs == sorted(costs)  # of those that cost the same, what saves more
+    costs = [(c.overhead, bool(c.regions), -c.simulated_peak_bytes) for c in found]
+    assert costs == sorted(costs)  # of those that cost the same, what takes more
     assert len({c.saved for c in found}) == len(found)
     compared = {c.saved for c in planner.proposer.ways.values()}
     assert compared <= {c.saved for c in found}
@@ -320,7 +321,7 @@ def test_candidates_are_ordered_and_none_is_far_above_a_cheaper_one(
 def test_torch_s_own_division_comes_before_others_that_cost_nothing(
     planner: CompiledPlanner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Proposer, "overhead_of", lambda *_: 0.0)
+    monkeypatch.setattr(Estimates, "overhead_of", lambda *_: 0.0)
     first, *others = Proposer(planner.joint, planner.step).candidates
     assert first.saved is None
     assert others
@@ -347,7 +348,7 @@ def test_contractions_that_run_again_find_what_they_read_in_the_caches(
     ]
     near, far = sum(ran_before), len(ran_before) - sum(ran_before)
     assert near > 0
-    own, found = map(planner.proposer.seconds_in, (planner.joint, everything))
+    own, found = map(planner.proposer.estimates.seconds_in, (planner.joint, everything))
     assert found - own == pytest.approx(again * near + first * far, abs=0.05)
 
 
@@ -358,7 +359,7 @@ def test_the_overhead_is_that_of_the_division_that_is_compiled(
     joint, _ = planner.traced.lower(chosen.saved, quick=True)
     assert joint is not None
     assert chosen.candidate.overhead == pytest.approx(
-        planner.proposer.overhead_in(joint)
+        planner.proposer.estimates.overhead_in(joint)
     )
     # Where contractions take as long again, it is that of a ``Graph`` of the division.
     monkeypatch.setattr(CpuCosts, "again", lambda own, one: own._of_contraction(one)[0])
@@ -366,7 +367,7 @@ def test_the_overhead_is_that_of_the_division_that_is_compiled(
     own = planner.step.graph.step_seconds
     step = as_graph(joint, "m", planner.unplanned.kernel_bytes)
     seconds = step.graph.step_seconds  # too small to get memory anew
-    rounded_up = proposer.overhead_of(chosen.saved) - (seconds / own - 1)
+    rounded_up = proposer.estimates.overhead_of(chosen.saved) - (seconds / own - 1)
     assert -1e-5 < rounded_up < 0.005  # a multiple of half a percent
     predicted = chosen.plan.predicted
     assert predicted is not None

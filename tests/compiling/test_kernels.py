@@ -136,7 +136,9 @@ def test_a_mask_that_costs_more_to_keep_makes_plans_without_it_cheaper(
     draw, added = 10e-9, {}
     for more in (0.0, 5e-9):
         costs_at(monkeypatch, MaskSeconds(draw, draw + more, more, 0.0, 0.0))
-        own, other = map(planner.proposer.seconds_in, (planner.joint, dropping))
+        own, other = map(
+            planner.proposer.estimates.seconds_in, (planner.joint, dropping)
+        )
         added[more] = other - own
     numbers, threads = 2 * ROWS * 64, torch.get_num_threads()
     gained = (added[0.0] - added[5e-9]) * threads

@@ -175,8 +175,10 @@ def test_an_outline_has_bits_as_what_is_compiled(planner: CompiledPlanner) -> No
             assert targets(found) == targets(compiled)
             bits = [sum(map(num_packed, graph.nodes)) for graph in (found, compiled)]
             assert bits[0] == bits[1]
-        seconds = planner.proposer.seconds_in(divided)
-        assert planner.proposer.seconds_in(outline) == pytest.approx(seconds, rel=1e-3)
+        seconds = planner.proposer.estimates.seconds_in(divided)
+        assert planner.proposer.estimates.seconds_in(outline) == pytest.approx(
+            seconds, rel=1e-3
+        )
 
 
 def test_backward_reads_as_many_bits_as_forward_packs(planner: CompiledPlanner) -> None:
@@ -218,10 +220,12 @@ def test_plans_of_fewer_bytes_draw_no_mask_again(planner: CompiledPlanner) -> No
 def test_a_small_gain_is_not_promised(
     planner: CompiledPlanner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own = planner.proposer.seconds_in(planner.joint)
+    own = planner.proposer.estimates.seconds_in(planner.joint)
     for share, said in ((0.9, -0.1), (0.99, 0.0), (1.01, 0.01)):
         seconds = share * own
         proposer = Proposer(planner.joint, planner.step)
-        assert proposer._own_seconds == own
-        monkeypatch.setattr(proposer, "seconds_in", lambda _, s=seconds: s)
-        assert proposer.overhead_in(replace(planner.joint)) == pytest.approx(said)
+        assert proposer.estimates.own_seconds == own
+        monkeypatch.setattr(proposer.estimates, "seconds_in", lambda _, s=seconds: s)
+        assert proposer.estimates.overhead_in(replace(planner.joint)) == pytest.approx(
+            said
+        )

@@ -73,8 +73,10 @@ def test_an_outline_has_the_ops_and_the_seconds_of_torch_s_division(
         assert ops(outline.backward.graph) == ops(divided.backward.graph)
         for graph in (outline.forward.graph, outline.backward.graph):
             graph.lint()
-        seconds = planner.proposer.seconds_in(divided)
-        assert planner.proposer.seconds_in(outline) == pytest.approx(seconds, rel=1e-3)
+        seconds = planner.proposer.estimates.seconds_in(divided)
+        assert planner.proposer.estimates.seconds_in(outline) == pytest.approx(
+            seconds, rel=1e-3
+        )
 
 
 def test_what_backward_rebuilds_stands_just_before_its_first_use() -> None:
