@@ -1,7 +1,7 @@
 """Which of many candidates a budget gets, with few of them replayed.
 
 A replay takes seconds, and of a large step a minute. Candidates of equal cost are in
-the order of what they are simulated to take, the most first, so where one fits, those
+the order of what they take by simulation, the most first, so where one fits, those
 after it mostly do. The last of equal ones tells whether they are worth a search, and
 halving finds the first of them that fits. What is simulated to take far more than the
 budget is not replayed. More budget never makes that dearer: what fits still does, and
@@ -28,7 +28,7 @@ _SURELY_OVER = 1.2
 graphs of several layers, replayed peaks are 0.90 to 1.2 of the simulated ones; of tiny
 ones that are less, what is lost may cost less."""
 _NEAR = 1.03
-"""Simulated peaks of equal candidates within this factor are not told apart."""
+"""Equal candidates whose sizes are within this factor are not told apart."""
 _FEW, _FAR = 8, 1.1
 """Of those with the smallest simulated peaks, so many are always replayed; if none is
 within this factor of a budget, no other is expected to fit. Of 28 graphs, one of the
@@ -68,7 +68,7 @@ def cheapest_within(
         return replays.of_first(wanted).peak_bytes <= budget_bytes
 
     costs = [one.overhead for one in some]
-    place = cheapest_that_fits(costs, [one.simulated_peak_bytes for one in some], fits)
+    place = cheapest_that_fits(costs, [one.size_bytes for one in some], fits)
     found = None if place is None else some[place]
     for one in some[:place]:
         known = replays.found.get(one.saved)
@@ -102,13 +102,13 @@ def try_the_smallest(
 
 
 def cheapest_that_fits(
-    costs: Sequence[float], peaks: Sequence[int], fits: Fits
+    costs: Sequence[float], sizes: Sequence[int], fits: Fits
 ) -> int | None:
     """The place of one that fits, of those of least cost that were found to.
 
     Args:
         costs: In ascending order.
-        peaks: What each is simulated to take; of equal costs, in descending order.
+        sizes: Which of two takes more; of equal costs, in descending order.
         fits: Tries them.
     """
     equal = [[*places] for _, places in groupby(range(len(costs)), costs.__getitem__)]
@@ -116,13 +116,13 @@ def cheapest_that_fits(
     for number, ((first, *_), last) in enumerate(zip(equal, lasts, strict=True)):
         next_one = lasts[number + 1 : number + 2]
         if fits([last, *next_one, *islice(_halves(first, last), _ASKED_NEXT)]):
-            return _first_that_fits(first, last, peaks, fits)
+            return _first_that_fits(first, last, sizes, fits)
     return None
 
 
-def _first_that_fits(low: int, high: int, peaks: Sequence[int], fits: Fits) -> int:
+def _first_that_fits(low: int, high: int, sizes: Sequence[int], fits: Fits) -> int:
     """The first of some places that fits, where ``high`` does; found by halving."""
-    while peaks[low] > _NEAR * peaks[high]:
+    while sizes[low] > _NEAR * sizes[high]:
         if fits([*islice(_halves(low, high), _ASKED_NEXT)]):
             high = (low + high) // 2
         else:

@@ -113,6 +113,7 @@ def of(overhead: float, simulated: int, peak: int, saved: int = 0) -> SimpleName
     return SimpleNamespace(
         overhead=overhead,
         simulated_peak_bytes=simulated,
+        size_bytes=simulated + saved,
         saved_bytes=saved,
         saved=peak,  # stands for its name, too
     )

@@ -142,7 +142,7 @@ def test_a_step_under_autocast_is_planned_and_verified_by_its_plan(
     assert other.code != 0
     words_of_error = " ".join(other.err.split())
     assert "it is for the compiled graph" in words_of_error
-    assert "compiled; its own: 0 float32[512," in words_of_error
+    assert "compiled; its own: step.0 float32[512,16], torch" in words_of_error
 
 
 def test_types_of_autocast_are_checked(folder: Path) -> None:
