@@ -25,8 +25,8 @@ Fits: TypeAlias = Callable[[Sequence[int]], bool]
 _ASKED_NEXT = 8  # more than are tried at a time
 _SURELY_OVER = 1.2
 """A candidate whose simulated peak exceeds a budget by this factor is not replayed. Of
-graphs of several layers, replayed peaks are 0.90 to 1.2 of the simulated ones; of tiny
-ones that are less, what is lost may cost less."""
+graphs of several layers, replayed peaks are 0.90 to 1.2 of the simulated ones. Of tiny
+graphs some are less: such a plan is missed, unless no other fits."""
 _NEAR = 1.03
 """Equal candidates whose sizes are within this factor are not told apart."""
 _FEW, _FAR = 8, 1.1

@@ -74,7 +74,7 @@ def shared_out(
     work: Callable[[_Item], _Result], items: Sequence[_Item]
 ) -> list[_Result]:
     """What a function makes of each item, shared out among copies and this process."""
-    count = most_at_once()
+    count = max(1, min(most_at_once(), len(items)))
     parts = [items[place::count] for place in range(count)]
     own: list[_Result] = []
     found = side_by_side(

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import fx, nn
 
-from ckplan.compiling import nodes
+from ckplan.compiling import estimating, nodes, side_by_side
+from ckplan.compiling.estimating import Estimates
 from ckplan.compiling.outlines import outlined
 from ckplan.compiling.search import CompiledPlanner
 from ckplan.compiling.step import parts_of
@@ -90,3 +91,17 @@ def test_what_backward_rebuilds_stands_just_before_its_first_use() -> None:
     assert order[last] > order[made[0]]  # not all at the beginning
     for node in rebuilt:
         assert node.users
+
+
+def test_estimates_that_are_made_together_are_those_made_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    planner = planned(attention)
+    plans = [one for one in planner.candidates if one.saved is not None]
+    monkeypatch.setattr(side_by_side, "most_at_once", lambda: 3)
+    together = Estimates(planner.joint, planner.step)
+    together.learn(one.saved for one in plans)
+    monkeypatch.setattr(estimating, "outlined", None)  # nothing is made again
+    known = [together.overhead_of(one.saved) for one in plans]
+    assert known == [one.overhead for one in plans]
+    assert len({*known}) > 1

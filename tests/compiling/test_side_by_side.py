@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ckplan.compiling import side_by_side as module
-from ckplan.compiling.side_by_side import most_at_once, side_by_side
+from ckplan.compiling.side_by_side import most_at_once, shared_out, side_by_side
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="made by a fork")
 
@@ -84,3 +84,27 @@ def test_there_are_as_many_as_torch_has_threads(
         assert most_at_once() == most
     monkeypatch.setattr(sys, "platform", "darwin")
     assert most_at_once() == 1
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 7])
+def test_items_are_shared_out_in_their_order(
+    count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "most_at_once", lambda: 3)
+    found = shared_out(lambda one: (one, os.getpid()), range(count))
+    assert [one for one, _ in found] == [*range(count)]
+    assert len({pid for _, pid in found}) == min(count, 3)
+
+
+def test_what_a_copy_has_not_made_this_process_makes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "most_at_once", lambda: 2)
+    here = os.getpid()
+
+    def work(one: int) -> int:
+        if os.getpid() != here:
+            raise ValueError
+        return one
+
+    assert shared_out(work, [3, 4, 5]) == [3, 4, 5]
