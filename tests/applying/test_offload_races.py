@@ -24,6 +24,7 @@ from moving_scenes import (
     goes_right,
     grown,
     held,
+    inherited,
     interrupted,
     leave_out,
     overwritten,
@@ -87,7 +88,7 @@ def is_right(scene: Scene, when: str, folder: Path, patch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("when", WHEN)
-@pytest.mark.parametrize("scene", (*SCENES, forked))
+@pytest.mark.parametrize("scene", (*SCENES, forked, inherited))
 def test_no_order_of_copies_changes_a_bit(
     scene: Scene,
     when: str,
@@ -128,6 +129,14 @@ OMISSIONS: dict[str, tuple[Scene, type, str, str, str]] = {
     "write to the file of a parent": (
         forked,
         *(Mover, "_own_store", "or self._process != os.getpid()", ""),
+    ),
+    "free the room of a parent": (
+        inherited,
+        *(Mover, "forget", "and moved.process == os.getpid()", ""),
+    ),
+    "return what a parent moved": (
+        inherited,
+        *(Mover, "fetch", "if moved.process != os.getpid():", "if False:"),
     ),
     "forget what was interrupted": (grown, *MOVER_LINES["forget what was interrupted"]),
     "hold the last one until backward": (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import inspect
 import os
+import pickle
 import sys
 import textwrap
 from collections.abc import Callable
@@ -83,18 +84,48 @@ def parts(model: nn.Sequential, x: torch.Tensor) -> list[torch.Tensor]:
 
 
 def forked(model: nn.Sequential, x: torch.Tensor) -> list[torch.Tensor]:
-    """Another process trains while tensors are away."""
-    out = model(x)
+    """Another process trains while tensors are away, with the same room to fill."""
+    backward(model, model(x))
+    reader, writer = os.pipe()
     sys.stdout.flush()
     child = os.fork()
     if not child:
         try:
-            del out  # whose room is free here, and not there
+            os.read(reader, 1)
             backward(model, model(x + 1))
         finally:
             os._exit(0)
+    out = model(x)
+    os.write(writer, b"1")
     os.waitpid(child, 0)
+    os.close(reader)
+    os.close(writer)
     return backward(model, out)
+
+
+def inherited(model: nn.Sequential, x: torch.Tensor) -> list[torch.Tensor]:
+    """A fork frees its parent's graph among its own; it may not run that backward."""
+    out, other = model(x), model(x + 2)
+    sys.stdout.flush()
+    reader, writer = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            first, _ = model(x), model(x)
+            made = []
+            with suppress(ApplyError):
+                if mover_of(model) is not None:
+                    made = backward(model, other)
+            if not made:
+                del out  # whose room in the file is not this process's
+                second = model(x + 1)
+                made = backward(model, first) + backward(model, second)
+            os.write(writer, pickle.dumps(made))
+        finally:
+            os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader, "rb") as pipe:
+        return pickle.loads(pipe.read())
 
 
 def grown(model: nn.Sequential, x: torch.Tensor) -> list[torch.Tensor]:
@@ -236,7 +267,7 @@ MOVER_LINES: dict[str, tuple[type, str, str, str]] = {
         *(Room, "take", "self.free(offset + needed,", "self.free(offset,"),
     ),
     "do not look for changes": (Mover, "settle", "raise changed_error(moved)", "pass"),
-    "forget what was interrupted": (Mover, "forget", "moved.num_bytes:", "False:"),
+    "forget what was interrupted": (Mover, "forget", "if moved.num_bytes", "if False"),
     "hold the last one until backward": (
         *(Session, "end_step", "self.mover.settle()", "pass"),
     ),

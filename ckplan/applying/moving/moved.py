@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 from typing import Protocol, TypeAlias
 from weakref import ref
@@ -67,6 +68,7 @@ class Moved:
         self.num_bytes = tensor.untyped_storage().nbytes()
         self.version = version  # of the tensor, as long as it has not changed
         self.address = 0  # of its memory, as copies know it
+        self.process = os.getpid()  # whose file has it: a fork has another
         self.offset = offset  # in the file or in pinned memory
         self.jobs: Jobs = ()  # copies under way
         self.back: torch.Tensor | None = None  # from the beginning of its copy back

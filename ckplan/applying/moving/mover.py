@@ -175,6 +175,8 @@ class Mover:
             self.settle()
             group = moved.group() if moved.group else None
             assert group is not None, "internal error: fetched without its region"
+            if moved.process != os.getpid():
+                raise _of_parent(moved)
             if moved.lost is not None:
                 raise moved.lost
             if moved.back is None:
@@ -199,7 +201,7 @@ class Mover:
 
         It takes no lock: it may run in the middle of any method.
         """
-        if moved.num_bytes:
+        if moved.num_bytes and moved.process == os.getpid():
             memory = [moved.data, moved.back]
             release(moved.jobs, memory)
             self._remains.append(
@@ -247,6 +249,8 @@ class Mover:
             self._store = new_store(place, self._device_type, self._num_bytes)
             self._process = os.getpid()
             self._groups = []
+            self._leaving.clear()
+            self._remains.clear()
         if device_type != self._store.device_type:
             raise elsewhere(device_type, place)
         return self._store
@@ -274,6 +278,15 @@ def warn_of_kept(form: str, region: str, op: str) -> None:
         f"{region} keeps {op}, which the plan moves: it is no plain tensor with memory "
         "of its own; results are the same, memory is not",
         stacklevel=2,
+    )
+
+
+def _of_parent(moved: Moved) -> ApplyError:
+    return ApplyError(
+        f"cannot return a tensor of shape {tuple(moved.size)}: the process that this "
+        "one was forked from moved it to its own file",
+        needed="backward in the process of its forward",
+        hint="run the forward again in this process",
     )
 
 
