@@ -73,6 +73,7 @@ def find_parts(
         count = torch.compiler.disable(seeker.count)
         with torch.autograd.graph.saved_tensors_hooks(count, _never):
             compiled(*args, **kwargs)
+    seeker.end()
     if not seeker.planners:
         recurrent = any(isinstance(one, nn.RNNBase) for one in model.modules())
         shows = "TORCH_LOGS=graph_breaks shows what is not compiled"
@@ -174,6 +175,11 @@ class _Seeker:
         """From now on, note runs, and count what autograd saves between them."""
         self._seen = set()
         self._know(tensors)
+
+    def end(self) -> None:
+        """Hold nothing of the forwards any more: Dynamo keeps what it called."""
+        self._seen = None
+        self._kept.clear()
 
     def count(self, tensor: torch.Tensor) -> None:
         """Count a tensor that code between the graphs saves, or makes for them."""

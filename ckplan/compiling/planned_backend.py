@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import fx, nn
@@ -30,7 +32,7 @@ from ckplan.compiling.torch_errors import (
     require_compiler,
     require_hook,
 )
-from ckplan.compiling.torch_names import compilation
+from ckplan.compiling.torch_names import Compilation, compilation
 from ckplan.compiling.workspaces import bytes_of_all
 from ckplan.errors import ApplyError, CkplanError
 from ckplan.plan.plan import Plan
@@ -92,7 +94,7 @@ class Backend:
         self.shares: Mapping[str, Chosen] = {}  # by key of a graph of those
         self._budget_bytes: int | None = None  # of those
         self._granted_bytes = 0  # the largest budget so far, which percent give
-        self._compilations: list[tuple[int | None, int | None]] = []  # of those
+        self._compiled_code: list[tuple[Compilation, ref[Any]]] = []  # of those
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Backend:
         """The backend of a copy of the model, which has the same plans."""
@@ -159,8 +161,12 @@ class Backend:
             else:
                 chosen, call = self._compiled(planner)
         self.chosen.append(chosen)
-        self._compilations.append(compilation())
-        return call
+
+        def run(*values: Any) -> Any:  # Dynamo keeps this, and only what call wraps
+            return call(*values)
+
+        self._compiled_code.append((compilation(), ref(run)))
+        return run
 
     def find_parts(
         self,
@@ -270,11 +276,21 @@ class Backend:
         self._granted_bytes = max(self._granted_bytes, wanted)
         return outside.left_by(self._granted_bytes, held_bytes)
 
+    @property
+    def _living(self) -> list[Compilation]:
+        """The compilations whose code may still run."""
+        return [one for one, call in self._compiled_code if call() is not None]
+
+    def _is_anew(self) -> bool:
+        """Whether Dynamo compiles the same code again, such as for other shapes."""
+        this, others = compilation(), self._living
+        return this not in others and this[0] == others[0][0]
+
     def _check_is_whole(self, graph: fx.GraphModule) -> None:
         """Refuse the second graph of a step."""
-        this = compilation()
-        others = self._compilations
-        if others and (this in others or this[0] != others[0][0]):
+        if self._living and not self._is_anew():
+            gc.collect()  # torch.compiler.reset() leaves what was compiled to Python
+        if self._living and not self._is_anew():
             raise ApplyError(
                 "cannot plan several graphs of one step within one budget: the second "
                 f"begins at {place_of(graph)}",

@@ -80,6 +80,7 @@ __all__ = [
     "TANGENTS",
     "WRITTEN",
     "BackendCompilerFailed",
+    "Compilation",
     "CppCompileError",
     "CustomPartitionerFn",
     "FailOnRecompileLimitHit",
@@ -121,6 +122,8 @@ __all__ = [
 Symbol: TypeAlias = Any
 """A symbol of sympy, in place of a size that may change."""
 Parts: TypeAlias = tuple[fx.GraphModule, fx.GraphModule]
+Compilation: TypeAlias = tuple[int | None, int | None]
+"""The code that Dynamo compiles, and how often it has compiled it before."""
 """Forward and backward."""
 PRIMALS, TANGENTS = "primals_", "tangents_"
 """How the inputs of a joint graph are called: those of forward, and the gradients."""
@@ -193,8 +196,8 @@ def layout_at(
     return shape, stride
 
 
-def compilation() -> tuple[int | None, int | None]:
-    """The code that Dynamo compiles, and how often it has compiled it before.
+def compilation() -> Compilation:
+    """What Dynamo compiles now.
 
     Parts of one step, divided by graph breaks, are different code.
     """

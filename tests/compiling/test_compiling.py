@@ -779,6 +779,21 @@ def test_several_graphs_of_one_step_are_refused_by_name() -> None:
 
 
 @pytest.mark.usefixtures("no_kernels")
+@pytest.mark.parametrize("between", [False, True])
+def test_after_a_reset_of_dynamo_a_step_is_compiled_anew(between: bool) -> None:
+    call = ckplan.compile(nn.Sequential(nn.Linear(8, 1), nn.Tanh()), "100%")
+    x = torch.randn(16, 8)
+    first = call(x).sum()
+    first.backward()
+    torch._dynamo.reset()
+    if between:  # the step is not the first that is compiled then
+        torch.compile(torch.sin, backend="eager")(x)
+    again = call(x).sum()
+    again.backward()
+    assert torch.equal(first, again)
+
+
+@pytest.mark.usefixtures("no_kernels")
 def test_a_step_that_fits_is_torch_s_own() -> None:
     model, x = nn.Sequential(nn.Linear(8, 1), nn.Tanh()), torch.randn(16, 8)
     backend = ckplan.backend("100%")

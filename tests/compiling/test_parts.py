@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import re
 import warnings
@@ -18,7 +19,7 @@ from compiled import Block, Steps, run_steps
 from torch import nn
 
 import ckplan
-from ckplan.compiling import lowering, planned_backend
+from ckplan.compiling import finding, lowering, planned_backend
 from ckplan.compiling.finding import find_parts
 from ckplan.compiling.parts import Parts
 from ckplan.compiling.step import parts_of
@@ -76,6 +77,14 @@ def parts() -> Parts:
     assert model.steps == 0
     assert all(one.grad is None for one in model.parameters())
     return found
+
+
+def test_what_finds_the_graphs_holds_no_tensors_of_theirs() -> None:
+    model, x = Breaks(), torch.randn(16, 32)
+    find_parts(model, model, (x,), {}, {"dynamic": False})
+    seekers = [one for one in gc.get_objects() if type(one) is finding._Seeker]
+    assert all(one._kept == [] for one in seekers)
+    assert seekers  # Dynamo keeps it
 
 
 def test_graphs_and_what_is_saved_between_them_are_found(parts: Parts) -> None:
