@@ -6,6 +6,7 @@ prefixes.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
@@ -277,12 +278,12 @@ def is_count(value: object) -> bool:
 
 
 def is_above_zero(value: object) -> bool:
-    """Whether it is a number above zero.
+    """Whether it is a number above zero, and finite.
 
-    >>> [is_above_zero(value) for value in (0.5, 1, 0, float("nan"), "1")]
-    [True, True, False, False, False]
+    >>> [is_above_zero(value) for value in (0.5, 1, 0, float("nan"), math.inf, "1")]
+    [True, True, False, False, False, False]
     """
-    return isinstance(value, (int, float)) and value > 0
+    return isinstance(value, (int, float)) and 0 < value < math.inf
 
 
 def in_blocks(num_bytes: int) -> int:

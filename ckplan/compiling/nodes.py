@@ -21,6 +21,7 @@ from ckplan.compiling.torch_names import (
     OpOverload,
 )
 from ckplan.errors import ApplyError
+from ckplan.training.randomness import may_draw
 
 Modules = tuple[tuple[str, str], ...]
 """(FQN, type name) of the modules around a node, the outermost first."""
@@ -131,8 +132,7 @@ def is_draw(node: fx.Node) -> bool:
 
 def draws(op: object) -> bool:
     """Whether an op takes random numbers from a generator."""
-    seeded = torch.Tag.nondeterministic_seeded
-    return isinstance(op, OpOverload) and seeded in op.tags
+    return isinstance(op, OpOverload) and may_draw(op)
 
 
 def changed_inputs(graph: fx.Graph) -> frozenset[fx.Node]:

@@ -115,7 +115,15 @@ def _compiled_bytes(twin: Any) -> int | None:
 
 
 def _twin(optimizer: torch.optim.Optimizer) -> Any:
-    """The same optimizer of fake parameters, without state, hooks and schedulers."""
+    """The same optimizer of fake parameters, without state, hooks and schedulers.
+
+    Raises:
+        TypeError: It steps another one, which would be the real one.
+    """
+    for name, value in vars(optimizer).items():
+        if isinstance(value, torch.optim.Optimizer):
+            kind = type(value).__name__
+            raise TypeError(f"it holds another optimizer, .{name}, of type {kind}")
     twin: Any = object.__new__(type(optimizer))
     twin.__dict__.update(optimizer.__dict__)
     twin.__dict__.pop("step", None)  # a scheduler's, or a compiled one

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from weakref import ref
@@ -34,7 +35,7 @@ from ckplan.compiling.torch_errors import (
 )
 from ckplan.compiling.torch_names import Compilation, compilation
 from ckplan.compiling.workspaces import bytes_of_all
-from ckplan.errors import ApplyError, CkplanError
+from ckplan.errors import ApplyError, CkplanError, InfeasibleError
 from ckplan.plan.plan import Plan
 from ckplan.training.allocator import CPU
 from ckplan.training.workload import device_of, tensors_of
@@ -197,7 +198,8 @@ class Backend:
         else:
             left = self._left(parts.unplanned_peak_bytes, parts.held_bytes)
             self._budget_bytes = left
-            self.shares = parts.share(left)
+            with self._naming_the_rest(self._granted_bytes - left):
+                self.shares = parts.share(left)
         self.parts = parts
         return parts
 
@@ -262,7 +264,20 @@ class Backend:
             return chosen
         unplanned = planner.unplanned
         left = self._left(unplanned.peak_bytes, unplanned.held_bytes)
-        return planner.solve(left - beyond)
+        with self._naming_the_rest(self._granted_bytes - left):
+            return planner.solve(left - beyond)
+
+    @contextmanager
+    def _naming_the_rest(self, num_bytes: int) -> Iterator[None]:
+        """Let a refusal name what a budget holds besides forward and backward."""
+        try:
+            yield
+        except InfeasibleError as error:
+            if not num_bytes:
+                raise
+            more = f"; {units.format_bytes(num_bytes)} more are reserved, as for the "
+            needed = f"{error.needed}{more}optimizer"
+            raise InfeasibleError(error.what, needed=needed, hint=error.hint) from None
 
     def _left(self, unplanned_bytes: int, held_bytes: int) -> int:
         """What the budget leaves for forward and backward.

@@ -32,6 +32,9 @@ def import_location(location: str) -> ModuleType:
     """
     if location.endswith(".py") or "/" in location or Path(location).exists():
         return _import_file(Path(location))
+    here = str(Path.cwd())
+    if not {here, ""} & {*sys.path}:
+        sys.path.insert(0, here)  # as ``python -m`` has it
     try:
         return importlib.import_module(location)
     except ModuleNotFoundError as error:

@@ -14,6 +14,13 @@ import numpy
 import torch
 
 _PROBABILITY = "dropout_p"
+_TAGGED = frozenset(
+    {
+        *("aten", "prims", "prim", "inductor", "quantized", "mkldnn", "mkl", "onednn"),
+        *("c10d", "_c10d_functional", "fsdp", "torchvision", "torchaudio"),
+    }
+)
+"""Namespaces whose ops are tagged if they draw, or none of which does."""
 
 
 def seed_everything(seed: int) -> None:
@@ -23,9 +30,17 @@ def seed_everything(seed: int) -> None:
     numpy.random.seed(seed % 2**32)
 
 
-def may_draw(func: Any) -> bool:
-    """Whether an op draws random numbers for some arguments."""
+def says_it_draws(func: Any) -> bool:
+    """Whether an op is tagged as one that draws random numbers for some arguments."""
     return torch.Tag.nondeterministic_seeded in func.tags
+
+
+def may_draw(func: Any) -> bool:
+    """Whether an op draws random numbers for some arguments, or nobody knows.
+
+    Custom ops, such as attention with dropout in a library of its own, do not say.
+    """
+    return says_it_draws(func) or func.namespace not in _TAGGED
 
 
 def draws(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ckplan.training.randomness import may_draw
+from ckplan.training.randomness import says_it_draws
 
 _IN_PLACE = frozenset(
     (
@@ -50,4 +50,4 @@ def has_zero_beta(func: Any, kwargs: Mapping[str, Any]) -> bool:
 def ignores_old_content(func: Any) -> bool:
     """Whether an op's written values do not depend on the old content."""
     name = str(func.overloadpacket.__name__)
-    return name in _IN_PLACE or not name.endswith("_") or may_draw(func)
+    return name in _IN_PLACE or not name.endswith("_") or says_it_draws(func)

@@ -73,6 +73,51 @@ def check(body: _Body, steps: Sequence[Sequence[Any]], by: str = "program") -> A
     return region
 
 
+@torch.library.custom_op("ckplan_tests::drop", mutates_args=())
+def drop(x: torch.Tensor, share: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draws inside, and no tag of it says so."""
+    mask = (torch.rand_like(x) > share).to(x.dtype)
+    return x * mask, mask
+
+
+@drop.register_fake
+def _(x: torch.Tensor, share: float) -> tuple[torch.Tensor, torch.Tensor]:
+    del share
+    return torch.empty_like(x), torch.empty_like(x)
+
+
+def _keep_mask(ctx: Any, inputs: Any, output: Any) -> None:
+    del inputs
+    ctx.save_for_backward(output[1])
+
+
+drop.register_autograd(
+    lambda ctx, grad, _: (grad * ctx.saved_tensors[0], None), setup_context=_keep_mask
+)
+
+
+def drops(s: Block, x: torch.Tensor) -> torch.Tensor:
+    return s.second(drop(s.first(x).exp(), 0.5)[0])
+
+
+@pytest.mark.parametrize("by", ["program", "rerun"])
+def test_a_custom_op_that_draws_draws_the_same_again(by: str) -> None:
+    region = check(drops, [(X,)] * 4, by)
+    assert region.runs == 4
+    once = Outer(drops)
+    expected = gradients(once, (X,))
+    after = torch.get_rng_state()
+    applying.apply(once, Plan(regions=(PlannedRegion("block", by=by),)))
+    assert all(map(torch.equal, gradients(once, (X,)), expected))
+    assert torch.equal(torch.get_rng_state(), after)  # as without a plan
+
+
+def test_a_custom_op_takes_the_bytes_of_a_random_state() -> None:
+    model = Outer(drops)
+    graph = ckplan.profile(model, X, loss_fn=lambda out, _: out.square().sum())
+    assert [op.random for op in graph.ops if op.name == "drop"] == [True]
+
+
 NUMBERS: dict[str, tuple[_Body, Sequence[float]]] = {
     "index": (lambda s, x, t: s.second(s.first(x).exp() * s.table[t]), (1, 2, 7)),
     "slice": (lambda s, x, t: s.second(s.table[t : t + 2].exp()), (1, 2, 7)),

@@ -6,6 +6,7 @@ import errno
 import gzip
 import json
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import astuple, replace
@@ -537,6 +538,7 @@ BAD_INPUT = [
     ("profile model.py --set 3", "cannot read the option: --set '3'"),
     ("profile model.py --optimizer lamb", "unknown optimizer 'lamb'"),
     ("profile model.py --clip 0", "cannot clip gradients to the norm 0.0"),
+    ("profile model.py --clip inf", "cannot clip gradients to the norm inf"),
     (
         "profile model.py --optimizer adamw:fast",
         "the optimizer 'adamw' has no kernel 'fast'",
@@ -828,6 +830,18 @@ def test_what_a_workload_raises_is_never_a_bare_traceback(
     ended = run("profile", "model.py:odd")
     assert ended.code == 1
     assert "error: cannot use the workload: it raised Odd: no\n" in ended.err
+
+
+def test_a_module_of_this_folder_is_found_by_its_name(
+    run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "dotted_here").mkdir()
+    (folder / "dotted_here" / "__init__.py").touch()
+    shutil.copy(folder / "model.py", folder / "dotted_here" / "inside.py")
+    paths = [one for one in sys.path if one not in ("", str(folder))]
+    monkeypatch.setattr(sys, "path", paths)  # as the installed command has it
+    ended = run("profile", "dotted_here.inside:build", "--generate", "-o", "d.json.gz")
+    assert ended.code == 0, ended.err
 
 
 def test_a_file_of_a_package_is_told_its_name(run: Run, folder: Path) -> None:

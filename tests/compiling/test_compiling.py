@@ -715,6 +715,9 @@ def test_what_cannot_be_planned_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
     torch._dynamo.reset()
     with pytest.raises(ckplan.CkplanError, match="all of it is reserved"):
         ckplan.compile(nn.Linear(3, 3), "80%", reserve="1GiB")(x)
+    with pytest.raises(InfeasibleError, match="no plan fits") as small:
+        ckplan.compile(nn.Linear(3, 3), "1.0001MiB", reserve="1MiB")(x)
+    assert "1.00 MiB more are reserved" in small.value.needed
     monkeypatch.setattr(torch_names, "MISSING", ImportError("no CustomPartitionerFn"))
     with pytest.raises(ApplyError, match="no CustomPartitionerFn"):
         ckplan.backend("80%")

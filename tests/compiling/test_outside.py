@@ -95,6 +95,27 @@ class Breaking(torch.optim.Optimizer):
             one.sub_(1e-3 * one.grad)
 
 
+class Around(torch.optim.Optimizer):
+    """Steps another one, as SAM and Lookahead do."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__(inner.param_groups, {})
+        self.inner = inner
+
+    def step(self) -> None:
+        self.inner.step()
+
+
+def test_an_optimizer_around_another_is_refused_and_left_as_it_is() -> None:
+    model = layers()
+    inner = torch.optim.AdamW(model.parameters())
+    for one in model.parameters():
+        one.grad = torch.ones_like(one)
+    with pytest.raises(ApplyError, match=r"another optimizer, \.inner, of type AdamW"):
+        optimizer_bytes(Around(inner))
+    assert not inner.state
+
+
 def test_a_compiled_optimizer_of_which_nothing_compiles_counts_as_it_runs() -> None:
     optimizer = Breaking(layers())
     as_it_runs = optimizer_bytes(optimizer)

@@ -16,6 +16,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
+    FakeTensor,
 )
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -441,6 +442,67 @@ class Positioned(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         sin, cos = positions(64)
         return self.inner(x * cos + sin)
+
+
+ROPE: dict[int, torch.Tensor] = {}
+SEEN: list[torch.Tensor] = []
+
+
+class Cached(nn.Module):
+    """Keeps positions in a dict of its module, ones in its own, and what it saw."""
+
+    own: dict[str, tuple[torch.Tensor, int]] = {}  # noqa: RUF012
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if 64 not in ROPE:
+            ROPE[64] = torch.arange(64) / 64
+        if "ones" not in self.own:
+            self.own["ones"] = torch.ones(64), 1
+        SEEN.append(x.detach())
+        return self.inner(x * ROPE[64] + self.own["ones"][0])
+
+
+def test_no_dict_or_list_of_a_module_keeps_a_fake_tensor() -> None:
+    ROPE[7], first = torch.ones(7), torch.zeros(3)
+    SEEN[:] = [first]
+    model, batch = Cached(), torch.randn(256, 64)
+    graph = ckplan.profile(model, batch, loss=mean_square)
+    assert "traced under fake tensors" in graph.notes
+    held = [*ROPE.values(), *SEEN, *(one for one, _ in Cached.own.values())]
+    assert not any(isinstance(one, FakeTensor) for one in held)
+    assert torch.equal(ROPE[7], torch.ones(7))
+    assert SEEN[0] is first
+    assert mean_square(model(batch), batch).item() > 0
+    SEEN.clear()
+
+
+class Growing(nn.Module):
+    """Fills tensors that were empty."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 256), nn.Linear(256, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.up(x)
+        with torch.no_grad():
+            bank = torch.empty(0)
+            torch.cat([hidden.detach()] * 8, out=bank)
+            more = torch.empty(0).resize_(4 * bank.numel()).zero_()
+            scale = 1 + bank.mean() + more.mean()
+        return self.down(hidden.tanh() * scale)
+
+
+def test_bytes_that_are_added_to_a_tensor_count() -> None:
+    model, batch = Growing(), torch.randn(256, 64)
+    graph = ckplan.profile(model, batch, loss=mean_square, optimizer="sgd")
+    sizes = sorted(one.bytes for one in graph.storages)
+    assert sizes[-2:] == [8 * 256 * 256 * 4, 32 * 256 * 256 * 4]
+    assert simulate(graph).peak_bytes > sum(sizes[-2:])
 
 
 @pytest.mark.parametrize("asking", [False, True])

@@ -36,8 +36,9 @@ from ckplan.tracing.faking.asked_device import asked_device
 from ckplan.tracing.faking.fake_outputs import SET_STORAGE_OPS, make_fake_mode
 from ckplan.tracing.faking.kernel_layouts import as_kernels_do
 from ckplan.tracing.faking.known_sizes import fake_like, tensor_of_known, with_positions
+from ckplan.tracing.faking.left_fakes import empty_of, known_containers
 from ckplan.training.fake_logs import without_logs_of_fakes
-from ckplan.training.randomness import may_draw
+from ckplan.training.randomness import says_it_draws
 
 _LARGEST_BYTES = 1 << 25  # largest known tensor of integers: 8,192 x 512 positions
 _LARGEST_FLOAT_BYTES = 1 << 16
@@ -203,7 +204,7 @@ def _mean_of(drawn: torch.Tensor) -> torch.Tensor:
 
 def _is_chance(func: Any) -> bool:
     """Whether an op's results are uninitialized or random."""
-    return func in EMPTY_OPS or may_draw(func)
+    return func in EMPTY_OPS or says_it_draws(func)
 
 
 def _run_real(func: Any, values: list[Any], spec: pytree.TreeSpec) -> Any:
@@ -265,6 +266,7 @@ def fake_tensors() -> Iterator[tuple[FakeTensorMode, KnownValues]]:
     fake, known = make_fake_mode(), KnownValues()
     with ExitStack() as stack:
         stack.callback(_empty_caches_of_functions)
+        stack.callback(empty_of, fake, known_containers())
         stack.enter_context(without_draws())
         stack.enter_context(mock.patch.object(torch, "tensor", tensor_of_known))
         # model.half() swaps fake parameters, and fails if weak references exist. Fake

@@ -53,6 +53,7 @@ class Storages:
         self._keep: list[object] = []
         self._unread: set[int] = set()  # constants that nothing has read so far
         self._constants: dict[int, int] = {}  # those that were read -> when made
+        self._outside: set[int] = set()  # of the device's memory: zero bytes count
         self._over = False
 
     def end(self) -> None:
@@ -107,7 +108,9 @@ class Storages:
     def count_as_zero_bytes(self, tensors: Iterable[torch.Tensor]) -> None:
         """Count zero bytes for tensors outside the device's memory."""
         for tensor in tensors:
-            self._recording.storages[self.number_of(tensor)].bytes = 0
+            number = self.number_of(tensor)
+            self._recording.storages[number].bytes = 0
+            self._outside.add(number)
 
     def set_kind(self, tensors: Iterable[torch.Tensor], kind: str) -> None:
         """Set the kind of storages that the step made."""
@@ -126,8 +129,18 @@ class Storages:
                 if number is None:
                     number = self._register(storage, kind, maker, self._bytes_of(leaf))
                     self._describe(number, leaf)
+                else:
+                    self._follow_growth(leaf, number)
                 numbers.append(number)
         return numbers
+
+    def _follow_growth(self, tensor: torch.Tensor, number: int) -> None:
+        """Count what an op added to a storage, such as to an empty ``out``."""
+        found, num_bytes = self._recording.storages[number], self._bytes_of(tensor)
+        if num_bytes > found.bytes and number not in self._outside:
+            alive = self._alive[_storage_of(tensor)._cdata]
+            if alive.died == self._died:  # it stands for no other
+                found.bytes = num_bytes
 
     def numbers_made_in_step(self, leaves: Iterable[object]) -> Iterator[int]:
         """The storage numbers of those tensors that the step made."""
