@@ -840,7 +840,7 @@ def test_a_module_of_this_folder_is_found_by_its_name(
     shutil.copy(folder / "model.py", folder / "dotted_here" / "inside.py")
     paths = [one for one in sys.path if one not in ("", str(folder))]
     monkeypatch.setattr(sys, "path", paths)  # as the installed command has it
-    ended = run("profile", "dotted_here.inside:build", "--generate", "-o", "d.json.gz")
+    ended = run("profile", "dotted_here.inside:build", "-o", "d.json.gz")
     assert ended.code == 0, ended.err
 
 
