@@ -15,7 +15,7 @@ from ckplan.sources.batches.sizes import Sizes
 from ckplan.sources.dtypes import parse_dtype
 from ckplan.sources.json_file import read_json
 from ckplan.sources.lora import parse_lora, with_lora
-from ckplan.sources.losses import Denoising
+from ckplan.sources.losses import denoising
 from ckplan.sources.packages import require
 from ckplan.sources.source import CONFIG_FILE, Ask, Made, check_fields
 
@@ -110,8 +110,8 @@ def _build(
             targets if "," in str(targets) else f"{targets},to_k,to_q,to_v,to_out.0"
         )
         model = with_lora(model, wanted)
-    loss = Denoising(torch.randn_like(noisy))
-    return Made(model, batch, loss, tuple(sizes.assumptions))
+    noise = torch.randn_like(noisy)
+    return Made(model, batch, denoising, tuple(sizes.assumptions), noise)
 
 
 def _shape(model: Any, sizes: Sizes) -> tuple[int, ...]:

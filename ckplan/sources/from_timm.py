@@ -11,7 +11,7 @@ import torch
 from ckplan.errors import WorkloadError, did_you_mean
 from ckplan.sources.batches.sizes import Sizes
 from ckplan.sources.dtypes import parse_dtype
-from ckplan.sources.losses import CrossEntropy
+from ckplan.sources.losses import cross_entropy
 from ckplan.sources.packages import require
 from ckplan.sources.source import Ask, Made
 
@@ -55,4 +55,5 @@ def _build(timm: Any, ask: Ask, dtype: torch.dtype | None) -> Made:
     sizes.assumptions.append(f"loss: cross entropy of {classes} classes")
     if dtype is not None:
         model, images = model.to(dtype), images.to(dtype)
-    return Made(model, (images,), CrossEntropy(labels), tuple(sizes.assumptions))
+    notes = tuple(sizes.assumptions)
+    return Made(model, (images,), cross_entropy, notes, labels)

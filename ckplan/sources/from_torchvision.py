@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
 from ckplan.errors import WorkloadError, did_you_mean
 from ckplan.sources.batches.sizes import Sizes
 from ckplan.sources.dtypes import parse_dtype
-from ckplan.sources.losses import CrossEntropy, sum_of_losses
+from ckplan.sources.losses import cross_entropy, sum_of_losses
 from ckplan.sources.packages import require
 from ckplan.sources.source import Ask, Made
 
@@ -73,31 +73,35 @@ def _build(models: Any, ask: Ask, dtype: torch.dtype | None, kind: str) -> Made:
     images = torch.randn(rows, *shape)
     if dtype is not None:
         model, images = model.to(dtype), images.to(dtype)
-    batch, loss, note = _LOSSES[kind](model, images, changes)
+    batch, target, loss, note = _LOSSES[kind](model, images, changes)
     notes = (*sizes.assumptions, f"loss: {note}")
-    return Made(model, batch, loss, notes)
+    return Made(model, batch, loss, notes, target)
 
 
-def _classified(model: Any, images: torch.Tensor, changes: Any) -> tuple[Any, Any, str]:
+_Loss: TypeAlias = tuple[Any, Any, Callable[..., torch.Tensor], str]
+"""A batch, what the loss alone gets, the loss, and its name."""
+
+
+def _classified(model: Any, images: torch.Tensor, changes: Any) -> _Loss:
     del model
     classes = changes.get("num_classes", 1000)
     labels = torch.randint(classes, (len(images),))
-    return (images,), CrossEntropy(labels), f"cross entropy of {classes} classes"
+    return (images,), labels, cross_entropy, f"cross entropy of {classes} classes"
 
 
-def _video(model: Any, images: torch.Tensor, changes: Any) -> tuple[Any, Any, str]:
+def _video(model: Any, images: torch.Tensor, changes: Any) -> _Loss:
     return _classified(model, images, {"num_classes": 400, **changes})
 
 
-def _segmented(model: Any, images: torch.Tensor, changes: Any) -> tuple[Any, Any, str]:
+def _segmented(model: Any, images: torch.Tensor, changes: Any) -> _Loss:
     del model
     classes = changes.get("num_classes") or 21
     labels = torch.randint(classes, (len(images), *images.shape[-2:]))
-    loss = CrossEntropy(labels, "pixel")
-    return (images,), loss, f"cross entropy of {classes} classes per pixel"
+    loss = partial(cross_entropy, kind="pixel")
+    return (images,), labels, loss, f"cross entropy of {classes} classes per pixel"
 
 
-def _detected(model: Any, images: torch.Tensor, changes: Any) -> tuple[Any, Any, str]:
+def _detected(model: Any, images: torch.Tensor, changes: Any) -> _Loss:
     del model, changes
     height, width = images.shape[-2:]
     corners = torch.rand(len(images), _OBJECTS, 2) * 0.5
@@ -107,7 +111,7 @@ def _detected(model: Any, images: torch.Tensor, changes: Any) -> tuple[Any, Any,
         boxes = torch.cat([corner * scale, (corner + 0.25) * scale], dim=1)
         found.append({"boxes": boxes, "labels": torch.ones(_OBJECTS, dtype=torch.long)})
     note = f"sum of the detector's losses, {_OBJECTS} objects per image"
-    return (list(images), found), sum_of_losses, note
+    return (list(images), found), None, sum_of_losses, note
 
 
 _LOSSES = {

@@ -30,6 +30,7 @@ class Made:
     batch: Any
     loss: Callable[[Any, Any], torch.Tensor] | None = None
     assumptions: tuple[str, ...] = ()
+    target: Any = None  # what the loss alone gets
 
 
 @dataclass(frozen=True, slots=True)

@@ -158,6 +158,7 @@ class WorkloadSpec:
                 made.model,
                 made.batch,
                 made.loss,
+                target=made.target,
                 source=self.target,
                 assumptions=made.assumptions,
             )

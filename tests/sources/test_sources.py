@@ -26,6 +26,7 @@ from ckplan.sources.tasks import TASKS
 from ckplan.tracing.profile import profile_workload
 from ckplan.training.loading import WorkloadSpec
 from ckplan.training.losses import LOSS_IS_OUTPUT_LOSS
+from ckplan.training.workload import with_rows
 from ckplan.verifying.worker import FIRST_STEPS, FirstSteps, Job, Worker
 
 GPU = "A100 40GB"
@@ -438,6 +439,10 @@ def test_a_denoiser_learns_the_noise(tmp_path: Path) -> None:
     assert graph.fingerprint["batch"]["encoder_hidden_states"] == "float32[2,77,16]"
     assert "assumed sample: 4x8x8 (--batch)" in graph.notes
     assert any(op.name == "mse_loss" for op in graph.ops)
+    whole = WorkloadSpec(f"diffusers:{tmp_path}", {"batch": "4"}).build()
+    half = with_rows(whole, 2)  # as a micro-batch
+    assert whole.target.shape == (4, 4, 8, 8)
+    assert half.target.shape == half.batch["sample"].shape == (2, 4, 8, 8)
 
 
 @needs("timm")
@@ -689,12 +694,10 @@ def test_options_of_sources_are_refused_for_files(run: Run) -> None:
     assert len(ended.err.strip().splitlines()) == 3
 
 
-def test_targets_move_to_the_device_of_the_output_once() -> None:
-    from ckplan.sources.losses import CrossEntropy
+def test_auxiliary_heads_count_less() -> None:
+    from ckplan.sources.losses import cross_entropy
 
-    loss = CrossEntropy(torch.zeros(2, dtype=torch.long))
+    labels = torch.zeros(2, dtype=torch.long)
     logits, auxiliary = torch.zeros(2, 4), torch.zeros(2, 4)
-    alone = loss(logits, None)
-    assert loss((logits, auxiliary), None) == pytest.approx(1.4 * float(alone))
-    on_meta = loss(logits.to("meta"), None)
-    assert on_meta.device.type == "meta"
+    alone = float(cross_entropy(logits, labels))
+    assert cross_entropy((logits, auxiliary), labels) == pytest.approx(1.4 * alone)
