@@ -116,8 +116,17 @@ class Lever:
         return replace(way, **dict(self.sets))
 
     def left_out(self, way: Way, given: Way) -> Way:
-        """The way without this lever: its fields are those that were given."""
-        return replace(way, **{key: getattr(given, key) for key, _ in self.sets})
+        """The way without this lever: its fields are those that were given.
+
+        Of the options of a workload, its own alone.
+        """
+        changes = {key: getattr(given, key) for key, _ in self.sets}
+        if "options" in changes:
+            own = dict(dict(self.sets)["options"])
+            kept = [one for one in way.options if one[0] not in own]
+            kept += [one for one in given.options if one[0] in own]
+            changes["options"] = tuple(kept)
+        return replace(way, **changes)
 
     @property
     def kernel(self) -> str | None:

@@ -674,3 +674,14 @@ def test_where_copies_need_bytes_the_smallest_plan_is_the_next_that_fits(
     assert found.smallest == (smaller, ())
     NeedsMore.least = 2 * whole.peak_bytes
     assert plan_levers.LeverPlans(planner, Way(tiles="same")).smallest == (whole, ())
+
+
+def test_a_lever_that_is_left_out_leaves_others_in() -> None:
+    given = Way(options=(("rows", "3"),))
+    lora, pure = ALLOWED["lora"], ALLOWED["pure-bf16"]
+    both = lora.pulled(pure.pulled(given))
+    assert lora.left_out(both, given) == pure.pulled(given)
+    assert pure.left_out(both, given) == lora.pulled(given)
+    assert pure.left_out(pure.pulled(given), given) == given
+    mixed = ALLOWED["bf16"].pulled(both)
+    assert ALLOWED["bf16"].left_out(mixed, given) == both
