@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -24,7 +25,25 @@ def copied(workload: Workload, scope: FakeScope | None) -> Workload:
         with FakeCopyMode(fake):
             model, data = copy.deepcopy(real, _generators_of(workload.model))
         known.learn_all(_values_of(model, data), _values_of(*real))
-    return replace(workload, model=model, batch=data[0], target=data[1])
+    said = (*workload.assumptions, *_left_out(workload.model))
+    return replace(
+        workload, model=model, batch=data[0], target=data[1], assumptions=said
+    )
+
+
+def _left_out(model: nn.Module) -> Iterator[str]:
+    """What a trace says of hooks on parameters, which no copy has."""
+    hooked = (
+        name
+        for name, one in model.named_parameters()
+        if one._post_accumulate_grad_hooks or one._backward_hooks
+    )
+    if (first := next(hooked, None)) is not None:
+        yield (
+            f"hooks on parameters, such as that of {first}, are left out: a factory in "
+            "a file that adds them, ckplan profile model.py, has them; an optimizer in "
+            "backward needs that"
+        )
 
 
 def _generators_of(model: nn.Module) -> dict[int, Any]:

@@ -480,6 +480,19 @@ def test_no_dict_or_list_of_a_module_keeps_a_fake_tensor() -> None:
     SEEN.clear()
 
 
+@pytest.mark.parametrize("in_place", ["register_hook", "after"])
+def test_hooks_on_parameters_that_no_copy_has_are_told(in_place: str) -> None:
+    model, batch = nn.Linear(8, 8), torch.randn(4, 8)
+    assert not any("hooks on" in note for note in ckplan.profile(model, batch).notes)
+    if in_place == "after":  # an optimizer in backward
+        model.bias.register_post_accumulate_grad_hook(lambda _: None)
+    else:
+        model.bias.register_hook(lambda grad: grad)
+    told = [n for n in ckplan.profile(model, batch).notes if "hooks on" in n]
+    assert len(told) == 1
+    assert "such as that of bias" in told[0]
+
+
 class Growing(nn.Module):
     """Fills tensors that were empty."""
 
