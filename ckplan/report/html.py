@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -105,7 +105,13 @@ def _regions(graph: Graph, name: str, plan: Plan) -> tuple[Region, ...]:
 def _timeline(planner: Planner, plan: Plan, regions: Sequence[Region]) -> Timeline:
     graph = with_planned_update(planner.graph, plan)
     whole = graph is planner.graph
-    return (planner.simulator if whole else Simulator(graph)).run(regions)
+    found = (planner.simulator if whole else Simulator(graph)).run(regions)
+    if plan.predicted is None or not found.moves.moved_bytes:
+        return found
+    # How fast values move, the solver knew, and the plan only what that costs.
+    more = (plan.predicted.overhead - found.overhead) * graph.step_seconds
+    moves = replace(found.moves, stall_seconds=max(more, 0.0) / graph.num_batches)
+    return replace(found, moves=moves)
 
 
 def _render(

@@ -30,6 +30,7 @@ from ckplan.report.step import step_json
 from ckplan.simulating.allocations import Level, reserved_on_card
 from ckplan.simulating.simulate import Simulator
 from ckplan.solving import planner
+from ckplan.solving.planner import Planner
 from ckplan.units import format_bytes
 
 TRACES = Path(__file__).parents[2] / "traces"
@@ -321,3 +322,15 @@ def test_plans_have_names_on_the_page(tmp_path: Path) -> None:
     plan: Any = ckplan.solve(graph, "80%")
     with pytest.raises(CkplanError, match="cannot report on a Plan"):
         ckplan.save_report(graph, plan, tmp_path / "a.html")
+
+
+def test_a_plan_that_moves_costs_what_the_solver_said() -> None:
+    graph = load(MLP)
+    plan = ckplan.solve(graph, budget="75%", spill_rate="20GB")
+    assert plan.predicted is not None
+    assert plan.predicted.moved_bytes
+    regions = resolve(plan, graph)
+    timeline = html._timeline(Planner(graph), plan, regions)
+    assert timeline.overhead == pytest.approx(plan.predicted.overhead, abs=1e-4)
+    without = Simulator(graph).run(regions)  # nobody knows how fast they move
+    assert without.overhead < timeline.overhead
