@@ -279,7 +279,8 @@ def frontier(
         limit = room or MemoryLimit(planner.unplanned.peak_bytes)
         baselines = all_baselines(planner, limit) if shows_baselines else ()
         run = Simulator(graph, link).run
-        on_card = [Baseline.of("", run(p.regions), room) for p in found if room]
+        lines = [p.timeline or run(p.regions) for p in (found if room else ())]
+        on_card = [Baseline.of("", line, room) for line in lines if room]
     if plot is not None:
         save_plot(plot, graph.model, found, baselines, force=force)
         print_message(f"wrote {plot}")

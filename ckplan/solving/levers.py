@@ -143,8 +143,8 @@ def frontier_of(
         except InfeasibleError:  # the link of its smallest plan costs bytes
             continue
         line, bound = one.timeline, one.bound_overhead
-        point = FrontierPoint(line.peak_bytes, line.overhead, bound, one.regions)
-        found.append(point)
+        of_plan = line.peak_bytes, line.overhead, bound, one.regions
+        found.append(FrontierPoint(*of_plan, timeline=line))
     kept: list[FrontierPoint] = []
     for point in sorted(found, key=lambda p: (p.peak_bytes, p.overhead)):
         if not kept or point.overhead < kept[-1].overhead:

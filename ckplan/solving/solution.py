@@ -47,6 +47,8 @@ class FrontierPoint:
     overhead: float
     bound_overhead: float  # no schedule of ops within this peak costs less
     regions: tuple[Region, ...] = field(repr=False)
+    # of a search with levers, which may change the step
+    timeline: Timeline | None = field(default=None, repr=False, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

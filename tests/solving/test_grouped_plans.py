@@ -25,7 +25,7 @@ from ckplan.plan.updates import with_planned_update
 from ckplan.simulating.curve import PLANNED
 from ckplan.simulating.moving import Link
 from ckplan.simulating.simulate import Simulator
-from ckplan.solving.levers import search_with
+from ckplan.solving.levers import frontier_of, search_with
 from ckplan.solving.memory_limit import MemoryLimit
 from ckplan.solving.planner import Planner
 from ckplan.solving.remedies import remedies
@@ -193,6 +193,16 @@ def test_tune_finds_groups_where_the_whole_update_does_not_fit() -> None:
     assert row.saved_bytes and row.saved_bytes > 0
     assert grouped_update(Way(), step("adamw:fused")) is None
     assert grouped_update(Way(), step("momentum:foreach")) is None
+
+
+def test_points_of_a_frontier_are_of_the_grouped_step() -> None:
+    planner = Planner(step("adamw:foreach", "T4"))
+    search = search_with(planner, allow=["groups"], link=None)
+    smallest, *_ = frontier_of(planner, search, 4)
+    assert smallest.timeline is not None  # from which a card's room is found
+    assert smallest.timeline.peak_bytes == smallest.peak_bytes
+    whole = planner.simulator.run(smallest.regions)
+    assert whole.peak_bytes > smallest.peak_bytes
 
 
 @pytest.mark.slow
