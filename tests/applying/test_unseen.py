@@ -20,6 +20,9 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 import ckplan
 from ckplan import applying
 from ckplan.applying.rebuilding.digest import digest
+from ckplan.applying.rerunning.sources import sources_on
+from ckplan.applying.tensors.random_state import random_state
+from ckplan.errors import ApplyError
 from ckplan.plan.plan import Plan, PlannedRegion
 from ckplan.simulating.simulate import simulate
 from ckplan.training.allocator import log_allocations
@@ -470,3 +473,10 @@ def test_another_default_dtype_in_forward_is_that_of_what_is_rebuilt(
         found = gradients(planned, (X, dtype))
         assert all(map(torch.equal, expected, found))
         assert torch.get_default_dtype() is torch.float32
+
+
+@pytest.mark.parametrize("kind", ["mps", "xpu"])
+def test_random_numbers_of_devices_that_nobody_restores_are_refused(kind: str) -> None:
+    for ask in (partial(random_state, generator=None), lambda one: sources_on([one])):
+        with pytest.raises(ApplyError, match=f"random numbers again on {kind}"):
+            ask(torch.device(kind))

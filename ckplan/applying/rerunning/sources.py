@@ -13,7 +13,11 @@ from typing import Any
 import torch
 
 from ckplan.applying.rerunning.marks import Marked, numpy_mark, python_mark
-from ckplan.applying.tensors.random_state import random_state, set_random_state
+from ckplan.applying.tensors.random_state import (
+    check_restorable,
+    random_state,
+    set_random_state,
+)
 
 
 @dataclass(frozen=True)
@@ -98,6 +102,13 @@ def source_in(value: Any) -> Source | None:
 
 
 def sources_on(devices: Iterable[torch.device]) -> list[Source]:
-    """Random sources of a forward on some devices, except its own generators."""
-    cuda = (_torch_source(device) for device in devices if device.type == "cuda")
+    """Random sources of a forward on some devices, except its own generators.
+
+    Raises:
+        ApplyError: The random state of one is not restored.
+    """
+    places = [*devices]
+    for device in places:
+        check_restorable(device)
+    cuda = (_torch_source(device) for device in places if device.type == "cuda")
     return [*_EVERYWHERE, *cuda]

@@ -10,16 +10,37 @@ import torch
 from ckplan.errors import ApplyError
 from ckplan.training import randomness
 
+_KNOWN = ("cpu", "cuda", "meta")
+
 
 def random_state(
     device: torch.device, generator: torch.Generator | None
 ) -> torch.Tensor:
-    """The state of a generator, or of a device's own."""
+    """The state of a generator, or of a device's own.
+
+    Raises:
+        ApplyError: Nobody knows the device's own.
+    """
     if generator is not None:
         return randomness.state_of_generator(generator)
+    check_restorable(device)
     if device.type == "cuda":
         return _cuda_random_state(device)
     return torch.get_rng_state()
+
+
+def check_restorable(device: torch.device) -> None:
+    """Refuse a device whose random state is not restored, such as ``mps``.
+
+    Raises:
+        ApplyError: It is none of CPU and CUDA.
+    """
+    if device.type not in _KNOWN:
+        raise ApplyError(
+            f"cannot draw the same random numbers again on {device.type}",
+            needed="a model on the CPU or a CUDA device",
+            hint="take the plan off: ckplan.remove(model)",
+        )
 
 
 def _cuda_random_state(device: torch.device) -> torch.Tensor:
