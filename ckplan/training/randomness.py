@@ -17,7 +17,7 @@ _PROBABILITY = "dropout_p"
 _TAGGED = frozenset(
     {
         *("aten", "prims", "prim", "inductor", "quantized", "mkldnn", "mkl", "onednn"),
-        *("c10d", "_c10d_functional", "fsdp", "torchvision", "torchaudio"),
+        *("c10d", "_c10d_functional", "fsdp", "profiler", "torchvision", "torchaudio"),
     }
 )
 """Namespaces whose ops are tagged if they draw, or none of which does."""

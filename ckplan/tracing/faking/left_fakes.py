@@ -14,13 +14,12 @@ from typing import Any
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 _OF_OTHERS = {"torch", "ckplan", "numpy", "sympy", "networkx", *sys.stdlib_module_names}
-_OF_OTHERS -= {"__main__"}
 _PLAIN = dict, list, OrderedDict, defaultdict  # others may load what they list
 
 
 def known_containers() -> list[Any]:
     """The dicts and lists that modules and their classes hold by name."""
-    return [*_containers()]
+    return [*{id(one): one for one in _containers()}.values()]  # each once
 
 
 def empty_of(fake: FakeTensorMode, containers: list[Any]) -> None:
