@@ -90,3 +90,16 @@ def gradients(model: nn.Module, call: Any) -> list[torch.Tensor]:
     torch.manual_seed(2)
     call(batch()).backward()
     return [p.grad for p in model.parameters() if p.grad is not None]
+
+
+@torch.library.custom_op("ckplan_tests::noise", mutates_args=())
+def noise(x: torch.Tensor) -> torch.Tensor:
+    """Draws inside, and no tag of it says so."""
+    return x + torch.randn_like(x)
+
+
+def test_custom_ops_count_as_ones_that_draw() -> None:
+    assert nodes.draws(torch.ops.ckplan_tests.noise.default)
+    assert nodes.draws(torch.ops.aten.bernoulli.default)
+    assert not nodes.draws(torch.ops.aten.mul.Tensor)
+    assert not nodes.draws(torch.add)
