@@ -122,7 +122,7 @@ class Proposer:
 
     def _candidates(self, plans: Iterable[Sequence[Region]]) -> list[Candidate]:
         """The candidates that are made of plans; their costs are estimated together."""
-        listed = [*plans]
+        listed = [tuple(map(flat, regions)) for regions in plans]
         self.estimates.learn(map(self._saved_by, listed))
         return [*map(self.candidate, listed)]
 
@@ -139,8 +139,9 @@ class Proposer:
         )
 
     def _saved_by(self, regions: Sequence[Region]) -> Saved:
-        found = tuple(map(flat, regions))
-        return saved_by(self._step, self.planner.simulator, found) if found else None
+        """What forward saves under flat regions."""
+        simulator = self.planner.simulator
+        return saved_by(self._step, simulator, regions) if regions else None
 
     def least_overhead(self, saved_bytes: int) -> float:
         """Contractions that run again at least, as a fraction of the unplanned step.
