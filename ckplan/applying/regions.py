@@ -113,7 +113,8 @@ def apply_with(model: nn.Module, plan: Plan, mover: Mover) -> nn.Module:
     programs = [choice for choice in choices if choice.region.by == PROGRAM]
     _attach_programs(session, modules, programs)
     session.handles.append(hook_begin(model, session.begin_step))
-    session.handles.append(model.register_forward_hook(session.end_step))
+    how = {"with_kwargs": True, "always_call": True}
+    session.handles.append(model.register_forward_hook(session.end_step, **how))
     return model
 
 

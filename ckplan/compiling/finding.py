@@ -206,6 +206,7 @@ class _Seeker:
             return
         if planner is None:
             return  # it does not train
+        planner.traced = traced.without_batch()
         self.planners[key] = planner
         parameters = [one for one in traced.inputs if isinstance(one, nn.Parameter)]
         trained = [one for one in parameters if one.requires_grad]

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from ckplan.compiling.inductor import Record, compile_with, generate_code, trace_joint
 from ckplan.compiling.partition import JointGraph, Partitioner, cached_partitioner
 from ckplan.compiling.torch_names import (
+    EXAMPLE,
     QUICK,
     FakeTensorMode,
     Symbol,
@@ -59,6 +60,18 @@ class DynamoGraph:
             for one in self.inputs
         ]
         return hashlib.sha256(f"{self.module.code}{shapes}".encode()).hexdigest()
+
+    def without_batch(self) -> DynamoGraph:
+        """The graph with Dynamo's fake tensors in place of inputs but parameters.
+
+        It can be lowered as before, and keeps no batch alive.
+        """
+        placed = self.module.graph.find_nodes(op="placeholder")
+        inputs = [
+            one if isinstance(one, nn.Parameter) else node.meta.get(EXAMPLE, one)
+            for node, one in zip(placed, self.inputs, strict=True)
+        ]
+        return replace(self, inputs=inputs)
 
     def copied(self) -> fx.GraphModule:
         """A copy that Inductor may change; parameters and constants are shared."""

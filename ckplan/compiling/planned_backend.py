@@ -161,6 +161,7 @@ class Backend:
                 chosen, call = compiled_for(traced, planner, self._choose)
             else:
                 chosen, call = self._compiled(planner)
+        planner.traced = planner.traced.without_batch()  # the planner stays
         self.chosen.append(chosen)
 
         def run(*values: Any) -> Any:  # Dynamo keeps this, and only what call wraps

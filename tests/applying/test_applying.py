@@ -134,6 +134,18 @@ def test_a_plan_on_a_module_inside_is_told_and_taken_off(by: str) -> None:
         ckplan.status(outer)
 
 
+def test_plans_that_wrap_the_same_forwards_are_taken_off_whole() -> None:
+    part = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    two = [nn.Sequential(part, nn.Linear(4, 4)) for _ in range(2)]
+    calls = PlannedRegion("0#0", "rerun"), PlannedRegion("0#1")
+    for _ in range(2):
+        ckplan.apply(two[0], Plan(regions=calls))
+    ckplan.apply(two[1], Plan(regions=(PlannedRegion("0"),)))
+    for model in two:
+        ckplan.remove(model)
+    assert "forward" not in part.__dict__
+
+
 @pytest.mark.parametrize("by", ["program", "rerun"])
 @pytest.mark.parametrize(
     "copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))]

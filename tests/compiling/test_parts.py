@@ -11,11 +11,12 @@ from itertools import pairwise
 from pathlib import Path
 from threading import Lock
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
 from commands import Run
-from compiled import Block, Steps, run_steps
+from compiled import Block, Deep, Steps, run_steps
 from torch import nn
 
 import ckplan
@@ -292,6 +293,20 @@ def test_what_runs_uncompiled_is_said_and_planned_once(
     plan = Plan(model="m", fingerprint={"compiled": "0" * 16})
     with pytest.raises(PlanError, match=r"this is [0-9a-f]{16} in 2 graphs"):
         ckplan.compile(model, plan, fullgraph=False)(x)
+
+
+@pytest.mark.usefixtures("no_kernels")
+@pytest.mark.parametrize("fullgraph", [True, False])
+def test_the_first_batch_is_not_kept_alive(fullgraph: bool) -> None:
+    model, x = (Deep(depth=1), torch.randn(64, 32)) if fullgraph else breaks()
+    first = ref(x)
+    call = ckplan.compile(model, "100%", fullgraph=fullgraph)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of code between graphs
+        call(x).backward()
+    del x
+    gc.collect()
+    assert first() is None
 
 
 @pytest.mark.usefixtures("no_kernels")

@@ -51,8 +51,11 @@ class ForwardWrapper:
         self.taken_off = True
         if self.module.__dict__.get("forward") is self:
             del self.module.forward
-            if self.previous is not None:
-                self.module.forward = self.previous
+            before = self.previous
+            while isinstance(before, ForwardWrapper) and before.taken_off:
+                before = before.previous  # of another plan, or region
+            if before is not None:
+                self.module.forward = before
 
     def begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Hook of the module, or of a replica of it."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
@@ -16,6 +15,7 @@ from ckplan.applying.hooks.session import (
     OpenRegion,
     Session,
     chosen,
+    raised,
     running,
 )
 from ckplan.applying.tensors.arguments import settings
@@ -77,14 +77,13 @@ class RegionHooks:
         del module, args, kwargs
         if not running.calls:
             return  # abandoned: an outer call was interrupted
-        raised = output is None and sys.exc_info()[0] is not None
         session, call = running.calls.pop()
         if running.regions:
             found = running.regions[-1]
             if found.session is session:
                 found.end_inner(call)
                 if found.last == call:
-                    running.regions.pop().close(learn=not raised)
+                    running.regions.pop().close(learn=not raised(output))
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -184,9 +185,18 @@ class Session:
         return not known
 
     @uncompiled_function
-    def end_step(self, module: nn.Module, args: Args, output: object) -> None:
-        """Hook of the model itself: by now its regions have run, if they ever do."""
-        del module, args, output
+    def end_step(
+        self, module: nn.Module, args: Args, kwargs: Kwargs, output: object
+    ) -> None:
+        """Hook of the model itself: by now its regions have run, if they ever do.
+
+        Called even if forward raised: then the step is given up, and the next forward
+        begins another one.
+        """
+        del module, args, kwargs
+        if raised(output):
+            self.forwards = 0
+            return
         self.mover.settle()
         is_last = self.forwards == self.plan.fingerprint.get("forwards", 1)
         self.ended = self.ended or (is_last and torch.is_grad_enabled())
@@ -234,6 +244,7 @@ class Session:
     def interrupted(self) -> None:
         """Forget a forward that a ``BaseException`` ended, such as Ctrl-C."""
         running.abandon(self)
+        self.forwards = 0
         self.warned.add("idle")  # interrupted regions count as not run
 
     def count(self, fqn: str) -> int:
@@ -254,6 +265,11 @@ def chosen(choices: Iterable[Choice], number: int) -> Choice | None:
             if choice.numbers is None or number in choice.numbers:
                 return choice
     return None
+
+
+def raised(output: object) -> bool:
+    """In a hook that is called even if forward raised: whether it did."""
+    return output is None and sys.exc_info()[0] is not None
 
 
 def hook_begin(module: nn.Module, begin: Callable[..., None]) -> RemovableHandle:
