@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from weakref import ref
@@ -74,6 +75,17 @@ def backend(
     return Backend(plan_or_budget, outside, progress)
 
 
+@dataclass
+class _Found:
+    """What the backends of a model and of its copies found, whichever ran first."""
+
+    planners: dict[object, CompiledPlanner] = field(default_factory=dict)  # by graph
+    granted_bytes: int = 0  # the largest budget so far, which percent give
+    parts: Parts | None = None  # of a step that may break
+    shares: Mapping[str, Chosen] = field(default_factory=dict)  # by key of those graphs
+    budget_bytes: int | None = None  # of those
+
+
 class Backend:
     """A backend for ``torch.compile`` that plans the graph it is given."""
 
@@ -90,27 +102,30 @@ class Backend:
         self.outside = outside
         self._progress = progress
         self.chosen: list[Chosen] = []  # one per shape compiled for training
-        self._planners: dict[object, CompiledPlanner] = {}  # by joint graph
-        self.parts: Parts | None = None  # of a step that may break
-        self.shares: Mapping[str, Chosen] = {}  # by key of a graph of those
-        self._budget_bytes: int | None = None  # of those
-        self._granted_bytes = 0  # the largest budget so far, which percent give
+        self._found = _Found()
         self._compiled_code: list[tuple[Compilation, ref[Any]]] = []  # of those
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Backend:
         """The backend of a copy of the model, which has the same plans."""
         del memo
         copied = Backend(self._wanted, self.outside, self._progress)
-        copied.model, copied._planners = self.model, self._planners
-        copied.parts, copied.shares = self.parts, self.shares
-        copied._budget_bytes = self._budget_bytes
-        copied._granted_bytes = self._granted_bytes
+        copied.model, copied._found = self.model, self._found
         return copied
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle what is asked for: plans are found again."""
         given = self._wanted, self.outside, None
         return type(self), given, {"model": self.model}
+
+    @property
+    def parts(self) -> Parts | None:
+        """The graphs of a step that may break, once its first forward found them."""
+        return self._found.parts
+
+    @property
+    def shares(self) -> Mapping[str, Chosen]:
+        """Their plans, by key of a graph."""
+        return self._found.shares
 
     @property
     def peak_bytes(self) -> int:
@@ -130,7 +145,7 @@ class Backend:
         Of a step that may break, one plan for all of its graphs.
         """
         if self.parts is not None:
-            return [self.parts.plan(self.shares, self._budget_bytes)]
+            return [self.parts.plan(self.shares, self._found.budget_bytes)]
         found: list[Plan] = []
         for one in self.chosen:
             if one.plan not in found:  # else compiled anew, unchanged
@@ -194,14 +209,14 @@ class Backend:
             require_compiler()
         parts = find_parts(call, model, args, kwargs, how, self._progress)
         if isinstance(self._wanted, Plan):
-            self._budget_bytes = self._wanted.budget_bytes
-            self.shares = parts.follow(self._wanted)
+            self._found.budget_bytes = self._wanted.budget_bytes
+            self._found.shares = parts.follow(self._wanted)
         else:
             left = self._left(parts.unplanned_peak_bytes, parts.held_bytes)
-            self._budget_bytes = left
-            with self._naming_the_rest(self._granted_bytes - left):
-                self.shares = parts.share(left)
-        self.parts = parts
+            self._found.budget_bytes = left
+            with self._naming_the_rest(self._found.granted_bytes - left):
+                self._found.shares = parts.share(left)
+        self._found.parts = parts
         return parts
 
     def _part(self, traced: DynamoGraph) -> Callable[..., Any]:
@@ -253,7 +268,7 @@ class Backend:
         # what a model sets in its first step often has it compiled anew, unchanged
         held_bytes = bytes_of_all(tensors_of(traced.inputs), planner.device.type)
         key = planner.digest, held_bytes
-        known = self._planners.setdefault(key, planner)
+        known = self._found.planners.setdefault(key, planner)
         known.traced = traced
         return known
 
@@ -265,7 +280,7 @@ class Backend:
             return chosen
         unplanned = planner.unplanned
         left = self._left(unplanned.peak_bytes, unplanned.held_bytes)
-        with self._naming_the_rest(self._granted_bytes - left):
+        with self._naming_the_rest(self._found.granted_bytes - left):
             return planner.solve(left - beyond)
 
     @contextmanager
@@ -289,8 +304,8 @@ class Backend:
         assert not isinstance(self._wanted, Plan)
         outside = self.outside
         wanted = outside.budget_bytes(self._wanted, unplanned_bytes, held_bytes)
-        self._granted_bytes = max(self._granted_bytes, wanted)
-        return outside.left_by(self._granted_bytes, held_bytes)
+        self._found.granted_bytes = max(self._found.granted_bytes, wanted)
+        return outside.left_by(self._found.granted_bytes, held_bytes)
 
     @property
     def _living(self) -> list[Compilation]:

@@ -71,12 +71,15 @@ def torch_rng_restorer() -> Callable[[], None]:
 
 @contextmanager
 def randomness_restored() -> Iterator[None]:
-    """Restore torch's random states afterwards, whatever fails."""
+    """Restore random states of torch, Python and NumPy, whatever fails."""
     put_back = torch_rng_restorer()
+    of_python, of_numpy = random.getstate(), numpy.random.get_state()
     try:
         yield
     finally:
         put_back()
+        random.setstate(of_python)
+        numpy.random.set_state(of_numpy)
 
 
 def state_of_generator(generator: torch.Generator) -> torch.Tensor:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import json
+import random
 import re
 import warnings
 from dataclasses import replace
@@ -13,6 +15,7 @@ from threading import Lock
 from typing import Any
 from weakref import ref
 
+import numpy
 import pytest
 import torch
 from commands import Run
@@ -55,7 +58,15 @@ class Breaks(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.steps += 1
         x = uncompiled(self.between, self.first(x))
+        numbers()
         return self.second(x).square().mean()
+
+
+@torch._dynamo.disable
+def numbers() -> None:
+    """Draw some, as augmentations do."""
+    random.random()
+    numpy.random.rand()
 
 
 @torch._dynamo.disable
@@ -307,6 +318,24 @@ def test_the_first_batch_is_not_kept_alive(fullgraph: bool) -> None:
     del x
     gc.collect()
     assert first() is None
+
+
+@pytest.mark.usefixtures("no_kernels")
+def test_a_copy_from_before_the_first_forward_trains_with_the_same_plans() -> None:
+    model, x = breaks()
+    call = ckplan.compile(model, "100%", fullgraph=False)
+    copied = copy.deepcopy(call)
+    once = random.Random(), numpy.random.RandomState()
+    once[0].setstate(random.getstate())
+    once[1].set_state(numpy.random.get_state())
+    drawn = once[0].random(), once[1].rand()
+    following = once[0].random(), once[1].rand()
+    with pytest.warns(UserWarning, match="2 graphs of the step"):
+        call(x).backward()
+    assert (random.random(), numpy.random.rand()) == following != drawn
+    copied(x).backward()
+    for one in copied.parameters():
+        assert one.grad is not None
 
 
 @pytest.mark.usefixtures("no_kernels")
