@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.nn.functional as F
@@ -172,6 +173,7 @@ READERS: dict[str, Callable[[nn.Module], Tensor]] = {
     "a shift by two": lambda m: F.cross_entropy(
         m(ids())[:, :-2].reshape(-1, WORDS), ids()[:, 2:].reshape(-1)
     ),
+    "rows of an array": lambda m: _entropy(m(ids())[numpy.arange(2)]),
     "a cap of another number": lambda m: _entropy(torch.tanh(m(ids()) / 5.0) * 4.0),
     "a scale": lambda m: _entropy(m(ids()) * 0.5),
     "probabilities": lambda m: F.cross_entropy(

@@ -197,11 +197,14 @@ def test_a_forward_that_assigns_attributes_runs_whole_and_keeps_them() -> None:
         def forward(self, rows: Tensor) -> Tensor:
             self.seen = self.first(rows)
             self.buffer = self.seen.detach()
+            self.all_seen.append(self.buffer)
+            self.by_name["last"] = self.buffer
             made: Tensor = self.last(torch.relu(self.seen))
             return made
 
     model = nn.Sequential(nn.LayerNorm(WIDTH), Keeps(torch.relu))
     model[1].register_buffer("buffer", torch.zeros(1))
+    model[1].all_seen, model[1].by_name = [], {}
     plain, seen = results(model), model[1].seen
     with (
         ckplan.tile_rows(model, "1") as handle,
@@ -210,7 +213,14 @@ def test_a_forward_that_assigns_attributes_runs_whole_and_keeps_them() -> None:
         tiled = results(model)
     assert (handle.tiled, handle.whole) == (0, 1)
     assert all(map(torch.equal, plain, tiled))
-    for kept in (model[1].seen, model[1].buffer):
+    containers = model[1].all_seen, model[1].by_name
+    assert [*map(len, containers)] == [2, 1]
+    for kept in (
+        *containers[0],
+        *containers[1].values(),
+        model[1].seen,
+        model[1].buffer,
+    ):
         assert type(kept) is Tensor and torch.equal(kept, seen)
 
 

@@ -75,6 +75,8 @@ class _Chain:
         """``[..., :-1, :]`` of logits that are still [..., S, V]."""
         (index,) = step.args
         index = index if isinstance(index, tuple) else (index,)
+        if not all(one is ... or isinstance(one, slice) for one in index):
+            return None  # such as an array, which compares element by element
         ahead = (_ALL,) * (len(self.now) - 2)
         wanted = slice(None, -1, None)
         if index[:1] == (...,):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -161,22 +162,31 @@ def _check_hooks(module: nn.Module) -> None:
 @contextmanager
 def _attributes_kept(module: nn.Module) -> Iterator[None]:
     """Undo what a forward on fake tensors assigns, and refuse such a forward."""
-    held = [kept for one in module.modules() for kept in (vars(one), one._buffers)]
-    before = [(kept, dict(kept)) for kept in held]
+    own = [vars(one) for one in module.modules()]
+    held = [value for one in own for value in one.values()]
+    dicts = [(one, one.copy()) for one in (*own, *held) if type(one) is dict]
+    lists = [(one, one.copy()) for one in held if type(one) is list]
     try:
         yield
     finally:
-        changed = [pair for pair in before if not _is_same(*pair)]
+        changed = [pair for pair in dicts if not _is_same(*pair)]
+        grown = [pair for pair in lists if not _has_same(*pair)]
         for now, then in changed:
             now.clear()
             now.update(then)
-    if changed:
+        for items, kept in grown:
+            items[:] = kept
+    if changed or grown:
         raise NotRowWise("its forward assigns attributes")
 
 
 def _is_same(one: dict[str, Any], other: dict[str, Any]) -> bool:
     """Whether two hold the same objects."""
     return one.keys() == other.keys() and all(one[k] is other[k] for k in one)
+
+
+def _has_same(one: list[Any], other: list[Any]) -> bool:
+    return len(one) == len(other) and all(map(operator.is_, one, other))
 
 
 def check_row_wise(name: str, module: nn.Module) -> None:
