@@ -145,7 +145,13 @@ def trace_of_plan(
     known = describe_workload(spec, seed)
     options = {"workload": known, **training.as_options(), **card}
     device = plan.fingerprint.get("device")
-    return default_trace(spec.name, plan_workload(options), device)
+    name = compiled_name(spec.name) if "compiled" in plan.fingerprint else spec.name
+    return default_trace(name, plan_workload(options), device)
+
+
+def compiled_name(name: str) -> str:
+    """What the trace of a compiled step is called."""
+    return f"{name}-compiled"
 
 
 def mean_trace(path: Path) -> Path:
@@ -166,7 +172,7 @@ def find_mean(graph: Graph, path: Path, sharding: Sharding | None) -> Graph | No
 
 
 def trace_for_plan(plan: Plan, usual: Path, path: Path | None) -> Graph | None:
-    """The trace that a plan was made of: the workload's default one, or beside it.
+    """The trace that a plan was made of: the workload's default one, or one near it.
 
     Args:
         plan: The plan.
@@ -181,15 +187,17 @@ def trace_for_plan(plan: Plan, usual: Path, path: Path | None) -> Graph | None:
         known = plan.fingerprint  # a plan that is written by hand has none
         if found and (not known or plan_fingerprint(found.fingerprint) == known):
             return found
-    return None if path is None else trace_beside(path, plan)
+    folders = [] if path is None else [path.resolve().parent, usual.parent]
+    found_there = (trace_in(folder, plan) for folder in folders)
+    return next(filter(None, found_there), None)
 
 
-def trace_beside(path: Path, plan: Plan) -> Graph | None:
-    """The trace that a plan was made of, if it lies beside it.
+def trace_in(folder: Path, plan: Plan) -> Graph | None:
+    """The trace that a plan was made of, if it is among the newest of a folder.
 
     Args:
-        path: The plan's file; the newest traces of its folder are looked at.
-        plan: What the file has: the workload, and its unplanned peak.
+        folder: Whose traces are looked at.
+        plan: What its file has: the workload, and its unplanned peak.
     """
     from ckplan.graph import file as trace_file
     from ckplan.plan.plan import plan_fingerprint
@@ -198,7 +206,7 @@ def trace_beside(path: Path, plan: Plan) -> Graph | None:
 
     wanted = plan.predicted and plan.predicted.unplanned_peak_bytes
     with suppress(OSError):
-        files = path.resolve().parent.glob("*.json.gz")
+        files = folder.glob("*.json.gz")
         newest = sorted(files, key=lambda one: -one.stat().st_mtime)
         for one in newest[:_MOST_BESIDE]:
             with suppress(CkplanError):

@@ -14,6 +14,7 @@ import typer
 from ckplan.cli.compiled import profile_in_compiled
 from ckplan.cli.inputs import (
     check_output,
+    compiled_name,
     default_trace,
     is_trace,
     load_step,
@@ -124,7 +125,7 @@ def profile(
         source = source.at_length(target, of_batches.longest)
     assumed = None if source.batch == given else source.batch
     spec = step.workload(target, source)
-    path = output or _default_trace(step, spec, device, gpu, seed, rank)
+    path = output or _default_trace(step, spec, device, gpu, seed, rank, compiled)
     if lengths is not None and output is None:
         path = path.with_name(f"lengths-{path.name}")
     try:
@@ -193,6 +194,7 @@ def _default_trace(
     gpu: str | None,
     seed: int,
     rank: ShardOptions,
+    compiled: bool,
 ) -> Path:
     from ckplan.gpus import find
     from ckplan.plan.workload import plan_workload
@@ -203,7 +205,9 @@ def _default_trace(
     options = {"workload": known, **step.training().as_options(), **card}
     sharding = rank.sharding()
     ranks = f"-{sharding.scheme}-{sharding.world_size}" if sharding else ""
-    return default_trace(f"{spec.name}{ranks}", plan_workload(options), device)
+    name = f"{spec.name}{ranks}"
+    name = compiled_name(name) if compiled else name
+    return default_trace(name, plan_workload(options), device)
 
 
 def show(

@@ -184,6 +184,18 @@ def test_verify_finds_the_trace_beside_a_plan_or_says_what_it_lacks(
     assert not json.loads(ended.out)["phases"]["predicted"]
 
 
+def test_traces_that_are_called_otherwise_are_found_where_traces_are(
+    run: Run, folder: Path
+) -> None:
+    assert run("profile", "model.py", "--device", "cuda").code == 0
+    (trace,) = (folder / "traces").glob("*.json.gz")
+    assert trace.name == "model-cuda.json.gz"  # the card is assumed
+    assert run("solve", str(trace), "--budget", "100%", "-o", "plan.yaml").code == 0
+    ended = run("verify", "plan.yaml", "--fake", "--report", "page.html")
+    assert (ended.code, "no trace of" in ended.err) == (0, False)
+    assert (folder / "page.html").is_file()
+
+
 def test_steps_and_plans_of_python_are_saved_and_loaded(folder: Path) -> None:
     workload = build("residual")
     graph = ckplan.profile(workload.model, workload.batch)

@@ -340,8 +340,9 @@ def test_what_runs_uncompiled_is_named_with_its_bytes(run: Run, folder: Path) ->
         "Part(), Part()", f"Part(), nn.Linear(32, 1)\n        self.odd = {odd}"
     )
     (folder / "odd.py").write_text(text)
-    ended = run("profile", "odd.py", "--compile", "-o", "t.json")
+    ended = run("profile", "odd.py", "--compile")
     assert ended.code == 0, ended.err
+    assert (folder / "traces/odd-compiled.json.gz").is_file()
     notes = " ".join(ended.out.split())
     assert "odd.1 (64.00 KiB), odd.0 (0 B); ckplan.apply(model, plan)" in notes
     torch._dynamo.reset()
