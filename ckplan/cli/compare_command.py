@@ -65,7 +65,8 @@ def compare(
 ) -> None:
     """Compare the plan with common strategies under one budget."""
     if compiled:
-        others = (*card.given, rank.sharding(), levers.allow, levers.offload)
+        moves = levers.offload, levers.spill_rate
+        others = (*card.given, rank.sharding(), levers.allow, *moves)
         check_alone(others, reserve == "0" and not card.expandable)
         cast = amp and amp.value
         compare_in_compiled(trace, settings, budget, cast, seed, as_json)

@@ -42,8 +42,9 @@ class Commands(TyperGroup):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Move ``--traceback`` to the front, where program options stand."""
-        if args[:1] == ["record"]:  # what follows may be the script's
-            return super().parse_args(ctx, args)
+        if args[:1] == ["record"]:  # what follows its script is the script's
+            own = 2 if args[1:2] == [TRACEBACK] else 1
+            return super().parse_args(ctx, [*args[1:own], "record", *args[own:]])
         traceback_flags = [arg for arg in args if arg == TRACEBACK]
         others = [arg for arg in args if arg != TRACEBACK]
         return super().parse_args(ctx, [*traceback_flags[:1], *others])

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ckplan.cli.inputs import (
-    check_output,
     check_page_output,
+    check_plan_output,
     check_plot_output,
     is_trace_file,
 )
@@ -101,7 +101,7 @@ def tune(
     """Search batch, accumulation, plan and more for the most samples per second."""
     _check(budget, gpu, expandable, total_batch, step)
     if output is not None:
-        check_output(output, force)
+        check_plan_output(output, force)
     if plot is not None:
         check_plot_output(plot, force)
     if report is not None:

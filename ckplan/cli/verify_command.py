@@ -116,19 +116,20 @@ def verify(
     if is_compiled(compiled, given):
         workload = step.completed(target, source, seed, given)
         others = (cap, spill, trace, plot, report)
-        check_alone(others, step.is_plain and not (fake or energy))
+        check_alone(others, step.is_plain and not (fake or energy or calibrate))
         verify_in_compiled(workload, given, budget, device, steps, save, force, as_json)
         return
     if plot is not None:
         check_plot_output(plot, force)
+    _check_wishes(calibrate, fake, energy, report, force)
     no_script = fake or calibrate
     verified = workload_or_script(step, target, source, seed, given, no_script)
     spec, training, seed = verified
     loaded, known = plan_and_trace(verified, given or budget, chosen, device, trace)
+    _check_trace(known, steps if calibrate else None, report)
     if save is not None:
         plan_file.save(loaded, save, force=force)
         print_message(f"wrote {save}")
-    _check_wishes(known, calibrate, steps, fake, energy, report, force)
     options: dict[str, Any] = {
         **asdict(training),
         "device": device,
@@ -177,13 +178,7 @@ def _save_timeline(
 
 
 def _check_wishes(
-    trace: Graph | None,
-    calibrate: bool,
-    steps: int,
-    fake: bool,
-    energy: bool,
-    report: Path | None,
-    force: bool,
+    calibrate: bool, fake: bool, energy: bool, report: Path | None, force: bool
 ) -> None:
     """Raise early if what is wanted beside the comparison cannot be had."""
     if energy and fake:
@@ -192,23 +187,17 @@ def _check_wishes(
             needed="steps on the device itself",
             hint="ckplan verify --energy without --fake",
         )
-    if calibrate:
-        _check_calibration(trace, steps, fake)
-    if report is not None:
-        _check_report(report, trace, force)
-
-
-def _check_calibration(trace: Graph | None, steps: int, fake: bool) -> None:
-    """Raise early if steps cannot be calibrated."""
-    from ckplan.verifying.calibrating import check_calibration
-
-    if fake:
+    if calibrate and fake:
         raise CkplanError(
             "cannot calibrate a dry run: it has no seconds",
             needed="steps on the device itself",
             hint="ckplan verify --calibrate without --fake",
         )
-    check_calibration(trace, steps)
+    if report is not None:
+        from ckplan.report.html import check_report
+
+        check_report()
+        check_page_output(report, force)
 
 
 def _calibrate(
@@ -240,18 +229,20 @@ def _owners(trace: Graph | None, plan: Plan) -> dict[str, str]:
     return found if trace is None else {UNPLANNED: simulate(trace).peak_at, **found}
 
 
-def _check_report(path: Path, trace: Graph | None, force: bool) -> None:
-    """Raise early if the page cannot be made or written."""
-    from ckplan.report.html import check_report
+def _check_trace(
+    trace: Graph | None, calibrated_steps: int | None, report: Path | None
+) -> None:
+    """Raise if there is no trace for what is wanted, or none that can be used."""
+    if calibrated_steps is not None:
+        from ckplan.verifying.calibrating import check_calibration
 
-    if trace is None:
+        check_calibration(trace, calibrated_steps)
+    if report is not None and trace is None:
         raise CkplanError(
-            f"cannot write '{path}': there is no trace of this workload",
+            f"cannot write '{report}': there is no trace of this workload",
             needed="the trace that the plan was made from",
             hint="--trace FILE, from `ckplan profile`",
         )
-    check_report()
-    check_page_output(path, force)
 
 
 def _dry_run(

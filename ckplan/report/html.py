@@ -81,6 +81,7 @@ def save_report(
         )
     check_report()
     planner = Planner(graph)
+    plans = {_title(name): plan for name, plan in plans.items()}
     regions = {name: _regions(graph, name, plan) for name, plan in plans.items()}
     timelines = {
         UNPLANNED: planner.unplanned,
@@ -90,6 +91,11 @@ def save_report(
     files.write_text(path, page, force=force)
     if chrome_trace is not None:
         save_chrome_trace(Path(chrome_trace), timelines, force=force)
+
+
+def _title(name: str) -> str:
+    """The name of a plan on the page, where the unplanned step has its own."""
+    return f"{name} (plan)" if name == UNPLANNED else name
 
 
 def _regions(graph: Graph, name: str, plan: Plan) -> tuple[Region, ...]:

@@ -70,18 +70,13 @@ def _import_file(path: Path) -> ModuleType:
             needed="a Python file with a function build(), or hf:FOLDER",
             hint=hint.format(path),
         )
+    _check_is_python(path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     folder = str(path.parent.resolve())
     sys.path.insert(0, folder)
     try:
         spec.loader.exec_module(module)
-    except (SyntaxError, UnicodeDecodeError, ValueError) as error:
-        raise WorkloadError(
-            f"cannot read the workload: {path} is not valid Python ({error})",
-            needed="a Python file with a function build()",
-            hint=f"python -m py_compile {path}",
-        ) from None
     except Exception as error:
         if "no known parent package" in str(error) and not path.is_absolute():
             dotted = ".".join(path.with_suffix("").parts)
@@ -95,6 +90,17 @@ def _import_file(path: Path) -> ModuleType:
         with suppress(ValueError):  # the file may have changed the path
             sys.path.remove(folder)
     return module
+
+
+def _check_is_python(path: Path) -> None:
+    try:
+        compile(path.read_bytes(), str(path), "exec", dont_inherit=True)
+    except (SyntaxError, ValueError) as error:  # or it has null bytes
+        raise WorkloadError(
+            f"cannot read the workload: {path} is not valid Python ({error})",
+            needed="a Python file with a function build()",
+            hint=f"python -m py_compile {path}",
+        ) from None
 
 
 def workload_error(name: str, error: BaseException) -> WorkloadError:

@@ -16,11 +16,10 @@ from ckplan.tuning.answer import tokens_per_sample
 from ckplan.tuning.batches import probe_rows
 from ckplan.tuning.known_batches import batches_of
 from ckplan.tuning.searches import Record, Recorder, recorded_batches
-from ckplan.tuning.settings import Way, with_scaler
+from ckplan.tuning.settings import AS_TRACED, Way, with_scaler
 from ckplan.tuning.tune import Tuning
 from ckplan.tuning.tuned import Tuned
 
-AS_TRACED = Way(optimizer="as traced")
 NOTE_SCALER = (
     "assumed --scaler: without one, small gradients of fp16 autocast become zero"
 )

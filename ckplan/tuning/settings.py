@@ -50,6 +50,10 @@ class Way:
         return ", ".join(filter(None, parts)) or "as given"
 
 
+AS_TRACED = Way(optimizer="as traced")
+"""That of a trace, which holds no other one."""
+
+
 def with_scaler(way: Way) -> Way:
     """The way, with a scaler of gradients if it trains under autocast to fp16."""
     return replace(way, scaler=True) if way.amp == "fp16" else way
@@ -245,7 +249,7 @@ def grouped_update(way: Way, graph: Graph) -> Lever | None:
         graph: The step.
     """
     size = group_size(graph) if kernel_of(graph) == "foreach" else None
-    if size is None:
+    if size is None or way == AS_TRACED:
         return None
     name, _, _ = (way.optimizer or "adamw").partition(":")
     grouped = f"{name}:foreach={size}"

@@ -521,6 +521,10 @@ BAD_INPUT = [
     ("verify cut.json --budget 60%", "cannot read the workload: cut.json is a trace"),
     ("show words.json", "cannot read the trace: words.json is not a ckplan trace"),
     ("profile words.py", "cannot read the workload: words.py is not valid Python"),
+    (
+        "profile values.py",
+        "cannot build the workload: values.py raised ValueError: not one",
+    ),
     ("profile empty.py", "cannot build a workload: empty.py has no factory 'build'"),
     ("profile model.py:biuld", "cannot build the workload: model.py has no function"),
     (
@@ -595,6 +599,14 @@ BAD_INPUT = [
         "cannot measure the energy of a dry run: it runs nothing",
     ),
     (
+        "verify model.py --budget 90% --save new.yaml --report notes.txt",
+        "cannot write 'notes.txt': it already exists",
+    ),
+    (
+        "tune model.py --budget 1GiB -o traces/step.json.gz --force",
+        "cannot write the plan to 'traces/step.json.gz': a plan is YAML",
+    ),
+    (
         "profile bad.py:in_backward",
         "the first step raised ValueError in backward: no gradient",
     ),
@@ -627,6 +639,7 @@ def test_bad_input_ends_with_one_and_three_lines(
         "notes.txt": NOT_PYTHON,
         "words.py": NOT_PYTHON,
         "empty.py": "",
+        "values.py": "raise ValueError('not one')\n",
         "odd.json": json.dumps({**content, "colour": "red"}),
         "odd.yaml": PLAN.replace("\n", "\ncolour: red\n", 1),
         "cut.json": json.dumps(content)[:1000],
@@ -748,7 +761,14 @@ def test_wrong_usage_exits_with_two(command: str, run: Run, trace: Path) -> None
     assert "Usage: ckplan" in ended.out + ended.err
 
 
-@pytest.mark.parametrize("argv", ["--traceback show nope", "show nope --traceback"])
+@pytest.mark.parametrize(
+    "argv",
+    [
+        "--traceback show nope",
+        "show nope --traceback",
+        "record --traceback nope.py",
+    ],
+)
 def test_traceback_is_shown_if_asked_for(argv: str, run: Run) -> None:
     ended = run(*argv.split())
     assert ended.code == 1

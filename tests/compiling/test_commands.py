@@ -262,6 +262,7 @@ def test_a_compared_plan_is_made_again_where_its_code_takes_more() -> None:
         (("--compile",), "--compile takes a target"),
         (("model.py", "--compile", "--gpu", "T4"), "--compile takes --set"),
         (("model.py", "--compile", "--reserve", "1GiB"), "--compile takes --set"),
+        (("model.py", "--compile", "--spill-rate", "1GB"), "--compile takes --set"),
         (("--set", "layers=2"), "go with --compile alone"),
     ],
 )

@@ -317,6 +317,15 @@ def test_names_cannot_break_out_of_the_page(plan: Plan, tmp_path: Path) -> None:
     assert "</script><b>x" not in (tmp_path / "a.html").read_text()
 
 
+def test_a_plan_called_unplanned_does_not_hide_the_unplanned_step(
+    plan: Plan, tmp_path: Path
+) -> None:
+    ckplan.save_report(load(MLP), {"unplanned": plan}, tmp_path / "a.html")
+    page = (tmp_path / "a.html").read_text()
+    peak = format_bytes(Simulator(load(MLP)).run().peak_bytes)
+    assert peak in page and "unplanned (plan)" in page
+
+
 def test_plans_have_names_on_the_page(tmp_path: Path) -> None:
     graph = load(MLP)
     plan: Any = ckplan.solve(graph, "80%")

@@ -30,7 +30,7 @@ from ckplan.solving.memory_limit import MemoryLimit
 from ckplan.solving.planner import Planner
 from ckplan.solving.remedies import remedies
 from ckplan.training.step import Training
-from ckplan.tuning.settings import Way, grouped_update
+from ckplan.tuning.settings import AS_TRACED, Way, grouped_update
 from ckplan.tuning.tune import Tuning
 from ckplan.units import format_bytes, parse_bytes
 from ckplan.verifying.predict import predict
@@ -193,6 +193,8 @@ def test_tune_finds_groups_where_the_whole_update_does_not_fit() -> None:
     assert row.saved_bytes and row.saved_bytes > 0
     assert grouped_update(Way(), step("adamw:fused")) is None
     assert grouped_update(Way(), step("momentum:foreach")) is None
+    assert grouped_update(Way(), step("adamw:foreach")) is not None
+    assert grouped_update(AS_TRACED, step("adamw:foreach")) is None
 
 
 def test_points_of_a_frontier_are_of_the_grouped_step() -> None:
