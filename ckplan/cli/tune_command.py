@@ -151,8 +151,8 @@ def _check(
     """Refuse options that exclude each other."""
     if budget is None and gpu is None:
         raise typer.BadParameter("one is needed: --gpu or --budget")
-    if expandable and gpu is None:
-        raise typer.BadParameter("--expandable-segments needs --gpu")
+    if expandable and (gpu is None or budget is not None):
+        raise typer.BadParameter("--expandable-segments needs --gpu, and no --budget")
     if total_batch is not None and step.accumulate > 1:
         raise typer.BadParameter("only one is possible: --total-batch or --accumulate")
 

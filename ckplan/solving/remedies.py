@@ -126,9 +126,10 @@ def _smaller_batch(
 ) -> Iterator[Remedy]:
     """The largest part of the batch that fits; what the step makes shrinks with it."""
     rows = batch_rows(graph) or 1
-    for parts in (2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128):
-        if parts > rows:
-            return
+    numbers = {2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128, rows} - {1}
+    for parts in sorted(numbers):
+        if rows % parts:
+            continue  # the parts together would have other rows
         smaller = with_storages(graph, partial(_in_parts, parts, graph))
         peak_bytes = peak_of(smaller)
         if limit_bytes is None or peak_bytes <= limit_bytes:
@@ -290,7 +291,7 @@ def _smaller_state(graph: Graph, peak_of: _PeakOf) -> Iterator[Remedy]:
             f"--optimizer {name}",
             peak_of(smaller),
             CHANGES,
-            about=bool(parts),
+            about=True,  # what its step allocates is another one's
         )
 
 

@@ -95,7 +95,11 @@ def parse_source(target: str) -> Source | None:
     if PurePath(target).name == CONFIG_FILE and not target.startswith((*_PREFIXES,)):
         return Source("hf", target)
     kind, colon, name = target.partition(":")
-    return Source(kind, name) if colon and kind in KINDS else None
+    if not colon or kind not in KINDS:
+        return None
+    if name[:1] == "~":  # which shells leave as it is after a colon
+        name = str(Path(name).expanduser())
+    return Source(kind, name)
 
 
 def open_source(target: str, options: Mapping[str, Any]) -> Callable[[], Made]:

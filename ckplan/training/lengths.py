@@ -107,7 +107,7 @@ def parse_lengths(text: str) -> Lengths:
     """
     if re.fullmatch(r"[0-9, ]+", text) is None and Path(text).is_file():
         text = files.read_bytes(text, "list of lengths").decode(errors="replace")
-    words = re.split(r"[,\s]+", text.strip())
+    words = re.split(r"[,\s]+", text.strip(", \t\r\n"))
     if not all(re.fullmatch(r"[1-9][0-9]{0,8}", word) for word in words):
         wrong = next(w for w in words if not re.fullmatch(r"[1-9][0-9]{0,8}", w))
         raise WorkloadError(

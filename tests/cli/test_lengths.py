@@ -49,7 +49,7 @@ def tokens(folder: Path) -> Path:
 def test_the_plan_fits_the_longest_batch_and_costs_as_the_mean(
     run: Run, tokens: Path
 ) -> None:
-    (tokens / "lengths.txt").write_text("24\n24 96\n")
+    (tokens / "lengths.txt").write_text("24,\n24, 96,\n")
     output = "-o", "t.json.gz", "--no-replay"
     ended = run("profile", "tokens.py", "--lengths", "lengths.txt", *output)
     assert ended.code == 0, ended.err

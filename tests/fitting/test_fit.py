@@ -252,6 +252,9 @@ def test_remedies_are_replayed_and_come_in_order_of_cost() -> None:
     assert smaller.peak_bytes == pytest.approx(half, rel=0.02)
     (sgd,) = (one for one in found if "sgd" in one.how)
     assert sgd.peak_bytes == regions[0].peak_bytes - state.bytes
+    assert sgd.about  # its step allocates other tensors
+    seven = [one.how for one in remedies(of_batch(7), (), limit_bytes=1 << 40)]
+    assert any(one.startswith("a batch of 1 in place of 7") for one in seven)
     assert [one.fits for one in remedies(graph, regions[1], 1)] == [False] * (
         len(found) - 1
     )  # no batch is that small

@@ -648,6 +648,9 @@ def test_a_source_takes_no_option_of_another_kind() -> None:
 def test_targets_are_told_apart() -> None:
     assert parse_source("model.py") is None
     assert parse_source("package.module:factory") is None
+    assert parse_source("hf:~/x") == replace(
+        parse_source("hf:x"), name=str(Path.home() / "x")
+    )
     assert parse_source("C/config.json") == replace(
         parse_source("hf:x"), name="C/config.json"
     )
