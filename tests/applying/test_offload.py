@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import pickle
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
@@ -264,6 +265,26 @@ def test_copies_of_a_model_and_two_models_move_apart(tmp_path: Path) -> None:
     grads = [[p.grad for p in w.model.parameters()] for w in (plain, moved, twin)]
     assert same(grads[0], grads[1])  # type: ignore[arg-type]
     assert same(grads[0], grads[2])  # type: ignore[arg-type]
+
+
+def test_a_copy_takes_room_when_it_trains_and_loads_where_the_folder_is_missing(
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "scratch"
+    folder.mkdir()
+    predicted = Prediction(1, "", 0.0, 1, moved_bytes=1 << 20)
+    moved = planned("residual", replace(whole_plan(), predicted=predicted), folder)
+    model = moved.model
+    assert ckplan.status(model).spilled_bytes >= 1 << 20
+    twin = copy.deepcopy(moved)
+    assert ckplan.status(twin.model).spilled_bytes == 0
+    assert same(step(moved), step(twin))
+    assert ckplan.status(twin.model).spilled_bytes >= 1 << 20
+    whole = pickle.dumps(model)
+    folder.rmdir()
+    loaded = pickle.loads(whole)
+    with pytest.raises(ApplyError, match="scratch"):
+        step(replace(moved, model=loaded))
 
 
 def test_a_forward_that_misses_its_guards_moves_as_well(tmp_path: Path) -> None:

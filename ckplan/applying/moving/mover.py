@@ -10,6 +10,7 @@ import os
 import threading
 import warnings
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 from weakref import ref
@@ -76,8 +77,8 @@ class Mover:
         if place is not None:
             self._store = new_store(place, device_type, num_bytes)
 
-    def __reduce__(self) -> tuple[type[Mover], tuple[Path | str | None, int, str]]:
-        return type(self), (self._place, self._num_bytes, self._device_type)
+    def __reduce__(self) -> tuple[Callable[..., Mover], tuple[object, ...]]:
+        return _unopened, (self._place, self._num_bytes, self._device_type)
 
     @property
     def file_bytes(self) -> int:
@@ -254,6 +255,13 @@ class Mover:
         if device_type != self._store.device_type:
             raise elsewhere(device_type, place)
         return self._store
+
+
+def _unopened(place: Path | str | None, num_bytes: int, device_type: str) -> Mover:
+    """That of a copy of a model: it takes room when it trains, if it ever does."""
+    mover = Mover(None, num_bytes, device_type)
+    mover._place = place
+    return mover
 
 
 def decode(kept: Form) -> torch.Tensor:
