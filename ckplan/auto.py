@@ -43,7 +43,7 @@ def auto(
         tune: Also search the batch, accumulation and more: see ``tune``. The setting is
             ``ckplan.status(model).plan.workload``: train with its ``micro_batch``.
         total_batch: With ``tune``, see there.
-        allow: With ``tune``, see there.
+        allow: Levers that plans may use, as of ``solve``; with ``tune``, see there.
         how: Keyword arguments of ``profile``: ``loss_fn``, ``target``, ``step``,
             ``optimizer``, ``amp``, ``accumulate``, ``clip``, ``scaler``, ``device``,
             ``gpu`` and more. With ``shard``, ``world_size`` and ``units``, the plan is
@@ -68,7 +68,13 @@ def auto(
         more: dict[str, Any] = {"total_batch": total_batch, "allow": allow}
         tuned = autotune.tune(model, batch, budget=budget, **more, **how)
         return apply(model, plan_of(tuned))
+    if total_batch is not None:
+        raise CkplanError(
+            "cannot keep a total batch: auto() plans for the batch that it is given",
+            needed="total_batch= with tune=True",
+            hint="ckplan.auto(model, batch, budget, tune=True, total_batch=512)",
+        )
     graph = profile(model, batch, **how)
     if LOSS_IS_SUM in graph.notes:
         warnings.warn(f"{LOSS_IS_SUM}: give loss_fn=", stacklevel=2)
-    return apply(model, solve_plan(graph, budget))
+    return apply(model, solve_plan(graph, budget, allow=allow))

@@ -7,6 +7,7 @@ large as a group. Every parameter is updated by the same ops on the same numbers
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterator
 from types import MethodType
@@ -59,6 +60,7 @@ def update_in_groups(
 def _in_groups(step: Callable[..., Any]) -> Callable[..., Any]:
     """A step that finds the groups of parameters divided."""
 
+    @functools.wraps(step)  # schedulers mark the step that they have seen
     def in_groups(
         self: torch.optim.Optimizer, closure: Callable[[], Any] | None = None
     ) -> Any:

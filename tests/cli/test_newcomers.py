@@ -146,6 +146,11 @@ def test_auto_takes_a_card_alone_or_asks() -> None:
     assert ckplan.status(workload.model).plan == ckplan.solve(graph)
     with pytest.raises(CkplanError, match="neither a budget nor a card"):
         ckplan.auto(twin.model, torch.zeros(1))
+    how = {"loss_fn": workload.loss, "budget": "90%"}
+    with pytest.raises(CkplanError, match=r"tune=True, total_batch="):
+        ckplan.auto(twin.model, twin.batch, **how, total_batch=8)
+    with pytest.raises(CkplanError, match="tilings"):
+        ckplan.auto(twin.model, twin.batch, **how, allow="tilings")
 
 
 EVALUATED = """

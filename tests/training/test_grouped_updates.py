@@ -135,6 +135,15 @@ def test_sizes_that_are_none_are_refused(text: str) -> None:
     assert str(error.value).count("\n") == 2
 
 
+def test_a_scheduler_that_was_made_before_sees_the_steps() -> None:
+    model, optimizer = build("AdamW")
+    scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
+    ckplan.update_in_groups(optimizer, SIZE)
+    model(torch.randn(4, 64)).sum().backward()
+    optimizer.step()
+    scheduler.step()  # warnings are errors
+
+
 def test_the_peak_of_a_grouped_update_is_predicted_and_offered() -> None:
     model, _ = build("AdamW")
     whole, grouped = (
