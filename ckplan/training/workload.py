@@ -68,7 +68,12 @@ def as_workload(made: object, name: str) -> Workload:
     _check_loss(parts, name)
     optimizer = parts.get("optimizer")
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
-        raise _nonsense(name, f"has an optimizer of type {type(optimizer).__name__}")
+        raise WorkloadError(
+            f"cannot build the workload: what {name} returned has an optimizer of type "
+            f"{type(optimizer).__name__}",
+            needed="a torch.optim.Optimizer of the model's parameters, or none",
+            hint="--optimizer adamw, which needs none in the workload",
+        )
     return Workload(
         parts["model"],
         parts["batch"],
