@@ -15,12 +15,13 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from ckplan.applying.hooks.attached import attached_by, attached_to
 from ckplan.applying.hooks.choices import Choice, RegionStatus
 from ckplan.applying.hooks.forwards import GuardedForward, RerunForward
 from ckplan.applying.hooks.hooks import Chooser, ParentHooks, PathHooks, RegionHooks
 from ckplan.applying.hooks.matching import choices_of
 from ckplan.applying.hooks.plan_warnings import warn_of_differences
-from ckplan.applying.hooks.session import Session, hook_begin, hook_end, running
+from ckplan.applying.hooks.session import Session, StepHooks, running
 from ckplan.applying.moving.mover import Mover
 from ckplan.applying.moving.stores import HOST
 from ckplan.applying.tiling.heads import TiledHead, check_head
@@ -112,9 +113,9 @@ def apply_with(model: nn.Module, plan: Plan, mover: Mover) -> nn.Module:
         session.wrap_forward(RerunForward(modules[fqn], chooser))
     programs = [choice for choice in choices if choice.region.by == PROGRAM]
     _attach_programs(session, modules, programs)
-    session.handles.append(hook_begin(model, session.begin_step))
-    how = {"with_kwargs": True, "always_call": True}
-    session.handles.append(model.register_forward_hook(session.end_step, **how))
+    of_model = StepHooks(session)
+    of_model.hook_begin(model)
+    of_model.hook_end(model, last=True)
     return model
 
 
@@ -200,9 +201,7 @@ def _take_off(model: nn.Module) -> None:
     if session is not None:
         running.abandon(session)
         running.numbers.pop(session, None)
-        for handle in session.handles:
-            handle.remove()
-        for one in session.wrappers:
+        for one in [*attached_by(session, model)]:
             one.take_off()
 
 
@@ -262,11 +261,8 @@ def _modules_of(model: object) -> Iterator[nn.Module]:
 
 
 def _session_of(model: nn.Module) -> Session | None:
-    for hook in model._forward_pre_hooks.values():
-        owner = getattr(hook, "__self__", None)
-        if isinstance(owner, Session):
-            return owner
-    return None
+    found = (one for one in attached_to(model) if isinstance(one, StepHooks))
+    return next((one.session for one in found), None)
 
 
 def _attach_programs(
@@ -282,17 +278,17 @@ def _attach_programs(
         for fqn in choice.makers:
             maker = makers.setdefault(fqn, ParentHooks(fqn, session))
             maker.choices.append(choice)
-    add = session.handles.append
     for fqn, hooks in regions.items():
-        add(hook_end(modules[fqn], hooks.end))
+        hooks.hook_end(modules[fqn])
     for fqn in _followed(programs, modules):
-        add(hook_begin(modules[fqn], PathHooks(fqn).begin))
-        add(hook_end(modules[fqn], PathHooks(fqn).end))
+        path = PathHooks(fqn, session)
+        path.hook_begin(modules[fqn])
+        path.hook_end(modules[fqn])
     for fqn, hooks in regions.items():
-        add(hook_begin(modules[fqn], hooks.begin))
+        hooks.hook_begin(modules[fqn])
     for fqn, maker in makers.items():
-        add(hook_begin(modules[fqn], maker.begin))
-        add(hook_end(modules[fqn], maker.end))
+        maker.hook_begin(modules[fqn])
+        maker.hook_end(modules[fqn])
     for fqn in {*(c.fqn for c in programs if c.last is None), *makers}:
         session.wrap_forward(GuardedForward(modules[fqn], session.interrupted))
 

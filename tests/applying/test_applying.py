@@ -134,6 +134,19 @@ def test_a_plan_on_a_module_inside_is_told_and_taken_off(by: str) -> None:
         ckplan.status(outer)
 
 
+@pytest.mark.parametrize("by", ["program", "rerun"])
+def test_a_copy_of_a_module_inside_does_not_take_the_model_along(by: str) -> None:
+    model = build("residual").model
+    plain = len(pickle.dumps(model[0]))
+    applying.apply(model, Plan(regions=(PlannedRegion("[0..2]", by),)))
+    assert len(pickle.dumps(model[0])) < plain + 4096 < len(pickle.dumps(model[:2]))
+    copied = copy.deepcopy(model[0])
+    x = torch.randn(4, 64)
+    for one in (model[0], copied):  # both train on
+        one(x).sum().backward()
+    assert all(p.grad is not None for p in copied.parameters())
+
+
 def test_plans_that_wrap_the_same_forwards_are_taken_off_whole() -> None:
     part = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
     two = [nn.Sequential(part, nn.Linear(4, 4)) for _ in range(2)]

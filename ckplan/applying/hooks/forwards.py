@@ -16,6 +16,7 @@ from typing import Any
 
 from torch import nn
 
+from ckplan.applying.hooks.attached import Attached
 from ckplan.applying.rerunning.rerun import Memory, Rerun
 from ckplan.applying.tensors.compiled import uncompiled_function
 
@@ -30,13 +31,14 @@ class _Beginning(threading.local):
 _beginning = _Beginning()
 
 
-class ForwardWrapper:
+class ForwardWrapper(Attached):
     """Runs the wrapped forward, also in copies of the module."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.previous = module.__dict__.get("forward")  # another library's wrapper
         self.taken_off = False
+        self.session, self.handles = None, []
 
     def __getattr__(self, name: str) -> Any:
         """Say what to do where torch reads the code of a forward, to export it."""
@@ -48,6 +50,7 @@ class ForwardWrapper:
 
     def take_off(self) -> None:
         """Restore the module's forward; only call it if others hold this wrapper."""
+        super().take_off()
         self.taken_off = True
         if self.module.__dict__.get("forward") is self:
             del self.module.forward

@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
+from ckplan.applying.hooks.attached import Attached
 from ckplan.applying.hooks.choices import Choice
 from ckplan.applying.hooks.session import (
     Args,
@@ -24,7 +26,7 @@ from ckplan.graph.fqn import Call, call_name
 
 
 @dataclass
-class RegionHooks:
+class RegionHooks(Attached):
     """Hooks around a module at whose calls regions begin or end."""
 
     fqn: str
@@ -32,6 +34,7 @@ class RegionHooks:
     choices: list[Choice] = field(default_factory=list)  # of regions that begin here
     inner: list[tuple[Choice, Choice]] = field(default_factory=list)  # nested regions
     switches: list[nn.Module] = field(default_factory=list)  # of transformers, inside
+    handles: list[RemovableHandle] = field(default_factory=list)
 
     @uncompiled_function
     def begin(self, module: nn.Module, args: Args, kwargs: Kwargs) -> None:
@@ -87,7 +90,7 @@ class RegionHooks:
 
 
 @dataclass
-class ParentHooks:
+class ParentHooks(Attached):
     """Hooks around a module that may call the modules of runs.
 
     A run ends no later than this module's call.
@@ -96,6 +99,7 @@ class ParentHooks:
     fqn: str
     session: Session
     choices: list[Choice] = field(default_factory=list)
+    handles: list[RemovableHandle] = field(default_factory=list)
 
     @uncompiled_function
     def begin(self, module: nn.Module, args: Args, kwargs: Kwargs) -> None:
@@ -120,10 +124,12 @@ class ParentHooks:
 
 
 @dataclass
-class PathHooks:
+class PathHooks(Attached):
     """Hooks around a module inside a region: they track which module runs."""
 
     fqn: str
+    session: Session
+    handles: list[RemovableHandle] = field(default_factory=list)
 
     @uncompiled_function
     def begin(self, module: nn.Module, args: Args, kwargs: Kwargs) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 from weakref import WeakKeyDictionary
@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ckplan.applying.guards.checker import GuardChecker
 from ckplan.applying.guards.program_cache import ForwardKind
+from ckplan.applying.hooks.attached import Attached
 from ckplan.applying.hooks.choices import Choice
 from ckplan.applying.hooks.forwards import ForwardWrapper
 from ckplan.applying.hooks.plan_warnings import (
@@ -128,7 +129,7 @@ running = _Running()
 
 @dataclass(eq=False)
 class Session:
-    """The hooks and wrappers of a plan on one model; copied with it."""
+    """What the hooks of a plan on one model share; copied with it. It holds none."""
 
     plan: Plan
     mover: Mover
@@ -136,8 +137,6 @@ class Session:
     # on a GPU, where checkpoints run modules again.
     calls: dict[str, int] = field(default_factory=dict)
     choices: list[Choice] = field(default_factory=list)
-    handles: list[RemovableHandle] = field(default_factory=list)
-    wrappers: list[ForwardWrapper] = field(default_factory=list)
     forwards: int = 0  # of the model under gradients, in this step
     larger: bool = False  # whether it warned of a batch larger than planned
     sizes: list[Any] = field(default_factory=list)  # of the last batch
@@ -145,9 +144,8 @@ class Session:
     began: bool = False  # the model ran, on whatever device it is now
     ended: bool = False  # and came to the end of a forward under gradients
 
-    @uncompiled_function
     def begin_step(self, module: nn.Module, args: Args, kwargs: Kwargs) -> None:
-        """Hook of the model itself: call numbers begin anew.
+        """The model itself runs: call numbers begin anew.
 
         If a step runs the model several times under gradients, they go on until then.
         """
@@ -184,17 +182,12 @@ class Session:
         self.sizes = sizes
         return not known
 
-    @uncompiled_function
-    def end_step(
-        self, module: nn.Module, args: Args, kwargs: Kwargs, output: object
-    ) -> None:
-        """Hook of the model itself: by now its regions have run, if they ever do.
+    def end_step(self, gave_up: bool) -> None:
+        """By now the regions have run, if they ever do.
 
-        Called even if forward raised: then the step is given up, and the next forward
-        begins another one.
+        If forward raised, the step is given up: the next forward begins another one.
         """
-        del module, args, kwargs
-        if raised(output):
+        if gave_up:
             self.forwards = 0
             return
         self.mover.settle()
@@ -203,8 +196,8 @@ class Session:
 
     def wrap_forward(self, forward: ForwardWrapper) -> None:
         """Replace a module's forward by a wrapper."""
-        self.wrappers.append(forward)
-        self.handles.append(hook_begin(forward.module, forward.begin))
+        forward.session = self
+        forward.hook_begin(forward.module)
         forward.module.forward = forward
 
     def warn_once(self, of: str, what: str) -> None:
@@ -272,13 +265,22 @@ def raised(output: object) -> bool:
     return output is None and sys.exc_info()[0] is not None
 
 
-def hook_begin(module: nn.Module, begin: Callable[..., None]) -> RemovableHandle:
-    """Call something before a module's forward, first of all."""
-    return module.register_forward_pre_hook(begin, prepend=True, with_kwargs=True)
+@dataclass(eq=False)
+class StepHooks(Attached):
+    """Hooks of the model itself."""
 
+    session: Session
+    handles: list[RemovableHandle] = field(default_factory=list)
 
-def hook_end(module: nn.Module, end: Callable[..., None]) -> RemovableHandle:
-    """Call something after a module's forward, first of all, even if it raised."""
-    return module.register_forward_hook(
-        end, prepend=True, with_kwargs=True, always_call=True
-    )
+    @uncompiled_function
+    def begin(self, module: nn.Module, args: Args, kwargs: Kwargs) -> None:
+        """Begin a step."""
+        self.session.begin_step(module, args, kwargs)
+
+    @uncompiled_function
+    def end(
+        self, module: nn.Module, args: Args, kwargs: Kwargs, output: object
+    ) -> None:
+        """End its forward."""
+        del module, args, kwargs
+        self.session.end_step(raised(output))
