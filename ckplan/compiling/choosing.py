@@ -14,14 +14,55 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby, islice
-from typing import TypeAlias
-
-from ckplan.compiling.proposing import Candidate
-from ckplan.compiling.replays import Replays
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 Fits: TypeAlias = Callable[[Sequence[int]], bool]
 """Whether the first of some places fits. The others may be asked for next."""
 
+
+class Choice(Protocol):
+    """A ``Candidate`` of one graph, or a ``Combination`` of several."""
+
+    @property
+    def saved(self) -> Any:
+        """What is replayed."""
+
+    @property
+    def overhead(self) -> float:
+        """Estimated, in steps, so that several are equal."""
+
+    @property
+    def simulated_peak_bytes(self) -> int:
+        """Of the step, by simulation."""
+
+    @property
+    def saved_bytes(self) -> int:
+        """Alive between forward and backward."""
+
+    @property
+    def size_bytes(self) -> int:
+        """What tells best which of two replays at more."""
+
+
+class HasPeak(Protocol):
+    """What is known of a replayed step."""
+
+    @property
+    def peak_bytes(self) -> int:
+        """Most bytes alive at once."""
+
+
+class AnyReplays(Protocol):
+    """``Replays`` of one graph, or ``JointReplays`` of several."""
+
+    def known(self, saved: Any) -> HasPeak | None:
+        """What was replayed."""
+
+    def of_first(self, some: Sequence[Any]) -> HasPeak:
+        """The first of several, and meanwhile others, if that can be."""
+
+
+_Choice = TypeVar("_Choice", bound=Choice)
 _ASKED_NEXT = 8  # more than are tried at a time
 _SURELY_OVER = 1.2
 """A candidate whose simulated peak exceeds a budget by this factor is not replayed. Of
@@ -36,12 +77,12 @@ first four replayed at most 1.023 times the smallest of all."""
 
 
 def cheapest_within(
-    some: Sequence[Candidate],
-    replays: Replays,
+    some: Sequence[_Choice],
+    replays: AnyReplays,
     budget_bytes: int,
     held_bytes: int,
     tell: Callable[[int, int], object],
-) -> Candidate | None:
+) -> _Choice | None:
     """The cheapest candidate that is found to fit a budget, or that is known to.
 
     Args:
@@ -71,15 +112,15 @@ def cheapest_within(
     place = cheapest_that_fits(costs, [one.size_bytes for one in some], fits)
     found = None if place is None else some[place]
     for one in some[:place]:
-        known = replays.found.get(one.saved)
+        known = replays.known(one.saved)
         if known is not None and known.peak_bytes <= budget_bytes:
             return one
     return found
 
 
 def try_the_smallest(
-    some: Sequence[Candidate],
-    replays: Replays,
+    some: Sequence[_Choice],
+    replays: AnyReplays,
     budget_bytes: int,
     tell: Callable[[int, int], object],
 ) -> None:

@@ -26,6 +26,11 @@ _STEPS = 200  # overheads are multiples of half a percent of a step
 _ROUNDING = 1e-6
 
 
+def rounded_up(overhead: float) -> float:
+    """To the next half percent, so that plans that cost nearly the same are equal."""
+    return math.ceil(overhead * _STEPS - _ROUNDING) / _STEPS
+
+
 class Estimates:
     """Estimated seconds of the divisions of one joint graph. Each is made once."""
 
@@ -72,7 +77,7 @@ class Estimates:
         """
         more = self.seconds_in(joint) / self.own_seconds - 1
         more = more if more < -_LEAST_GAIN else max(more, 0.0)
-        return math.ceil(more * _STEPS - _ROUNDING) / _STEPS
+        return rounded_up(more)
 
     @cached_property
     def own_seconds(self) -> float:

@@ -3,21 +3,19 @@
 Each graph is planned from what all need: while one runs forward or backward, what the
 graphs before it save is alive, and the gradients of those after it. So all must be
 known before the first is compiled: ``finding.py``.
-
-Choices are combined at rates of exchange of seconds and bytes, the same for all graphs.
-That list does not depend on the budget, so more budget never costs more.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import combinations
 
 from ckplan import units
+from ckplan.compiling.choosing import cheapest_within, try_the_smallest
+from ckplan.compiling.combining import Combination, JointReplays, all_combinations
+from ckplan.compiling.estimating import rounded_up
 from ckplan.compiling.joining import JoinedStep, Run, join
-from ckplan.compiling.partition import Saved
 from ckplan.compiling.proposing import WAYS, Candidate
 from ckplan.compiling.refusals import check_same_graph, check_within_budget
 from ckplan.compiling.replay import Replayed
@@ -109,9 +107,8 @@ class Parts:
 
     def overhead_of(self, overheads: Mapping[str, float]) -> float:
         """Estimated overhead of the graphs together, from that of each, by key."""
-        seconds = [self.planners[run.key].step.graph.step_seconds for run in self.runs]
-        added = zip((overheads[run.key] for run in self.runs), seconds, strict=True)
-        return sum(one * other for one, other in added) / sum(seconds)
+        added = sum(overheads[key] * one for key, one in self._seconds.items())
+        return rounded_up(added / sum(self._seconds.values()))
 
     def plan(self, chosen: Mapping[str, Chosen], budget_bytes: int | None) -> Plan:
         """The plan of the whole step, in the names of its joined graph."""
@@ -196,12 +193,19 @@ class Parts:
         if self._is_whole:
             alone = self.runs[0].key
             return {alone: self.planners[alone].solve(budget_bytes)}
-        smallest = self.unplanned_peak_bytes
-        for combination in self._plans():
-            peak = self.peak_bytes(self._replayed(combination))
-            if peak <= budget_bytes:
-                return self._chosen(combination)
-            smallest = min(smallest, peak)
+        some, told = self._combinations, self._told_of_replays
+        beside = self.held_bytes + sum(self.eager_bytes)
+        replays = JointReplays(
+            {key: one.replays for key, one in self.planners.items()}, self.peak_bytes
+        )
+        found = cheapest_within(some, replays, budget_bytes, beside, told)
+        if found is None:
+            try_the_smallest(some, replays, budget_bytes, told)
+            found = cheapest_within(some, replays, budget_bytes, beside, told)
+        if found is not None:
+            return self._chosen(found.choices)
+        known = filter(None, (replays.known(one.saved) for one in some))
+        smallest = min(one.peak_bytes for one in known)
         budget, floor = map(units.format_bytes, (budget_bytes, smallest))
         raise InfeasibleError(
             f"no plans of {len(self.planners)} compiled graphs fit {budget} together",
@@ -223,7 +227,7 @@ class Parts:
         alone = self.planners[self.runs[0].key].unplanned
         return len(self.runs) == 1 and alone.peak_bytes == self.unplanned_peak_bytes
 
-    def _plans(self) -> Iterator[dict[str, Candidate]]:
+    def _plans(self) -> Iterator[Mapping[str, Candidate]]:
         """What a budget may get, in the order in which it is tried."""
         if self._is_whole:
             alone = self.runs[0].key
@@ -231,8 +235,12 @@ class Parts:
             for one, _ in planner.each_replayed(planner.candidates):
                 yield {alone: one}
             return
-        yield {k: one.proposer.candidate(()) for k, one in self.planners.items()}
-        yield from self._combinations()
+        for place, combination in enumerate(self._combinations):
+            self._told_of_replays(place, len(self._combinations))
+            yield combination.choices
+
+    def _told_of_replays(self, done: int, total: int) -> None:
+        next(iter(self.planners.values())).told_of_replays(done, total)
 
     def _regions(self, chosen: Mapping[str, Candidate]) -> tuple[Region, ...]:
         return self.joined.joined([chosen[run.key].regions for run in self.runs])
@@ -241,20 +249,41 @@ class Parts:
         every = combination.items()
         return {key: self.planners[key].replayed(one.saved) for key, one in every}
 
-    def _combinations(self) -> list[dict[str, Candidate]]:
-        """Choices for all graphs at every rate of exchange, the cheapest first."""
-        options = {key: _options(one) for key, one in self.planners.items()}
-        found = []
-        for measure in ("saved_bytes", "step_peak_bytes"):
-            found += [
-                {key: _best(some, rate, measure) for key, some in options.items()}
-                for rate in _rates(options.values(), measure)
-            ]
-        for name in WAYS:
-            alike = {key: one.saved for key, one in self.alike(name).items()}
-            found.append({k: _saving(some, alike[k]) for k, some in options.items()})
-        ordered = sorted(found, key=lambda one: sum(o.seconds for o in one.values()))
-        return [{key: o.candidate for key, o in one.items()} for one in ordered]
+    @cached_property
+    def _combinations(self) -> list[Combination]:
+        """What a budget may get, of a step of several graphs."""
+        every = self.planners.items()
+        return all_combinations(
+            {key: one.candidates for key, one in every},
+            [
+                {key: one.proposer.candidate(()) for key, one in every},
+                *map(self.alike, WAYS),
+            ],
+            self._seconds,
+            self._simulated_peak,
+        )
+
+    @cached_property
+    def _seconds(self) -> dict[str, float]:
+        """Of all runs of a graph in an unplanned step, by key."""
+        found = dict.fromkeys(self.planners, 0.0)
+        for run in self.runs:
+            found[run.key] += self.planners[run.key].step.graph.step_seconds
+        return found
+
+    def _simulated_peak(self, choices: Mapping[str, Candidate]) -> int:
+        """As ``peak_bytes``, by simulation."""
+        simulated = {}
+        for key, one in choices.items():
+            unplanned = self.planners[key].unplanned
+            peak = one.simulated_peak_bytes - unplanned.held_bytes
+            simulated[key] = replace(
+                unplanned,
+                forward_peak_bytes=peak,
+                saved_bytes=one.saved_bytes,
+                backward_peak_bytes=peak,
+            )
+        return self.peak_bytes(simulated)
 
 
 def only(planner: CompiledPlanner) -> Parts:
@@ -262,42 +291,3 @@ def only(planner: CompiledPlanner) -> Parts:
     held_bytes = planner.unplanned.held_bytes
     model = planner.step.graph.model
     return Parts({"": planner}, {"": 0}, (Run(""),), (0, 0), 0, held_bytes, {}, model)
-
-
-@dataclass(frozen=True)
-class _Option:
-    candidate: Candidate
-    replayed: Replayed
-    seconds: float  # more than unplanned
-
-
-def _options(planner: CompiledPlanner) -> list[_Option]:
-    step_seconds = planner.step.graph.step_seconds
-    return [
-        _Option(one, replayed, one.overhead * step_seconds)
-        for one, replayed in planner.each_replayed(planner.candidates)
-    ]
-
-
-def _saving(some: list[_Option], saved: Saved) -> _Option:
-    return next(one for one in some if one.candidate.saved == saved)
-
-
-def _rates(options: Iterable[list[_Option]], measure: str) -> list[float]:
-    """Seconds per byte at which any graph's best option changes, and the two ends."""
-    rates = {0.0}
-    for some in options:
-        for one, other in combinations(some, 2):
-            saved = getattr(one.replayed, measure) - getattr(other.replayed, measure)
-            if saved:
-                rates.add(max((other.seconds - one.seconds) / saved, 0.0))
-    highest = max(rates)
-    return [*sorted(rates), 2 * highest + 1.0]
-
-
-def _best(some: list[_Option], rate: float, measure: str) -> _Option:
-    def price(one: _Option) -> tuple[float, int]:
-        num_bytes = getattr(one.replayed, measure)
-        return one.seconds + rate * num_bytes, num_bytes
-
-    return min(some, key=price)

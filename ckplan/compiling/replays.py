@@ -33,12 +33,16 @@ class Replays:
             self._learn(saved, replay(self._lowered(saved), self.num_outputs))
         return self.found[saved]
 
+    def known(self, saved: Saved) -> Replayed | None:
+        """What was replayed with the given values saved."""
+        return self.found.get(saved)
+
     def of_first(self, some: Sequence[Saved]) -> Replayed:
         """The first of several, and meanwhile others, if that can be."""
         if some[0] not in self.found:
             first, *others = (one for one in some if one not in self.found)
             others = others[: most_at_once() - 1]
-            found = side_by_side(self._known, others, lambda: self.of(first))
+            found = side_by_side(self._quickly_known, others, lambda: self.of(first))
             for saved, replayed in zip(others, found, strict=True):
                 if replayed is not None:
                     self._learn(saved, replayed)
@@ -68,7 +72,7 @@ class Replays:
             self.real[saved] = replayed
         self.changed()
 
-    def _known(self, saved: Saved) -> Replayed | None:
+    def _quickly_known(self, saved: Saved) -> Replayed | None:
         """A replay; None where that would have to measure kernels first."""
         return replay_known(self._lowered(saved), self.num_outputs)
 

@@ -185,7 +185,7 @@ class CompiledPlanner:
         """
         found = self._first_within(budget_bytes)
         if found is None:
-            told = self._told_of_replays
+            told = self.told_of_replays
             try_the_smallest(self.candidates, self.replays, budget_bytes, told)
             self.replays.is_real(self.smallest.saved)
             found = self._first_within(budget_bytes)
@@ -261,7 +261,7 @@ class CompiledPlanner:
     ) -> Iterator[tuple[Candidate, Replayed]]:
         """Replay candidates in their order, several at a time where that is quicker."""
         for place, one in enumerate(some):
-            self._told_of_replays(place, len(some))
+            self.told_of_replays(place, len(some))
             yield one, self.replays.of_first([other.saved for other in some[place:]])
 
     def _lowered(self, saved: Saved, quick: bool) -> Lowered:
@@ -271,10 +271,11 @@ class CompiledPlanner:
 
     def _first_within(self, budget_bytes: int) -> Chosen | None:
         given = self.candidates, self.replays, budget_bytes, self.unplanned.held_bytes
-        found = cheapest_within(*given, self._told_of_replays)
+        found = cheapest_within(*given, self.told_of_replays)
         return None if found is None else self.chosen(found, budget_bytes)
 
-    def _told_of_replays(self, done: int, total: int) -> None:
+    def told_of_replays(self, done: int, total: int) -> None:
+        """Tell how many replays are made, of how many at most."""
         if self._progress is not None:
             self._progress("replaying generated code", done, total)
 

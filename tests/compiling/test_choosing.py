@@ -128,8 +128,9 @@ def test_what_is_simulated_to_take_far_more_is_not_replayed() -> None:
         assert 90 not in wanted  # nor meanwhile
         return SimpleNamespace(peak_bytes=wanted[0])
 
-    replays: Any = SimpleNamespace(of_first=of_first, found={})
+    known: dict[int, SimpleNamespace] = {}
+    replays: Any = SimpleNamespace(of_first=of_first, known=known.get)
     found = cheapest_within(some, replays, 100, 0, lambda done, total: None)
     assert found is some[2] and tried == [105, 99]
-    replays.found[90] = SimpleNamespace(peak_bytes=90)  # unless that is known
+    known[90] = SimpleNamespace(peak_bytes=90)  # unless that is known
     assert cheapest_within(some, replays, 100, 0, lambda *_: None) is some[0]

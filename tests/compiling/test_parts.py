@@ -200,9 +200,8 @@ def test_a_forward_that_fails_leaves_buffers_as_they_were() -> None:
 
 
 def seconds_of(parts: Parts, shares: dict[str, Any]) -> float:
-    return sum(
-        one.plan.predicted.overhead * parts.planners[key].step.graph.step_seconds
-        for key, one in shares.items()
+    return parts.overhead_of(
+        {k: one.plan.predicted.overhead for k, one in shares.items()}
     )
 
 
@@ -221,6 +220,16 @@ def test_more_budget_never_costs_more_and_all_graphs_fit_together(parts: Parts) 
         found.append(seconds_of(parts, shares))
     assert all(less >= more for less, more in pairwise(found))
     assert found[0] > found[-1] == 0
+
+
+def test_few_plans_of_several_graphs_are_replayed() -> None:
+    torch._dynamo.reset()
+    model, x = breaks()
+    found = find_parts(model, model, (x,), {}, {"dynamic": False})
+    found.share(int(0.93 * found.unplanned_peak_bytes))
+    planners = found.planners.values()
+    replayed = sum(len(one.replays.found) for one in planners)
+    assert 2 * replayed < sum(len(one.candidates) for one in planners)
 
 
 def test_one_plan_is_for_all_graphs_and_reads_back(parts: Parts) -> None:
