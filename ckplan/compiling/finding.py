@@ -89,12 +89,13 @@ def find_parts(
     _name_untrained(seeker, model)
     return Parts(
         planners=seeker.planners,
-        gradient_bytes=seeker.gradient_bytes,
         runs=tuple(seeker.runs),
+        gradient_bytes=_gradient_bytes(seeker.parameters, device),
         eager_bytes=tuple(seeker.eager_bytes),
         eager_gradient_bytes=max(trained - bytes_of_all(seeker.trained, device), 0),
         held_bytes=held_bytes + max(libraries),
         uncompiled=seeker.uncompiled,
+        plain=frozenset(seeker.plain),
         code_bytes=dict(seeker.code_bytes),
         model=type(model).__name__,
         eager=eager_regions(model),
@@ -124,11 +125,11 @@ class _Seeker:
 
     def __init__(self, model: nn.Module, progress: Progress | None) -> None:
         self.planners: dict[str, CompiledPlanner] = {}
-        self.gradient_bytes: dict[str, int] = {}
-        self.trained: list[nn.Parameter] = []  # by any graph; several may train one
         self.uncompiled: dict[str, str] = {}  # what Inductor said, by key
+        self.plain = set[str]()  # keys of graphs whose backward has no code
         self.code_bytes = Counter[str]()  # saved, by module that is not compiled
         self.runs: list[Run] = []
+        self.parameters: list[list[nn.Parameter]] = []  # that each run trains
         self.eager_bytes = [0]
         self.device = device_of([*model.parameters(), *model.buffers()]).type
         self._paths = {id(one): name or "." for name, one in model.named_modules()}
@@ -150,7 +151,8 @@ class _Seeker:
             refuse_dynamic(inputs)
         traced = DynamoGraph(graph, inputs, dict(options or {}))
         key = traced.key
-        if key not in self.planners and key not in self.uncompiled:
+        known = self.planners, self.uncompiled, self.plain
+        if not any(key in some for some in known):
             self._plan(traced)
         if key not in self.planners:
             return graph.forward
@@ -166,10 +168,16 @@ class _Seeker:
             self._know(made)
             keys = (tuple(map(_key_or_zero, some)) for some in (values, made))
             self.runs.append(Run(key, *keys))
+            self.parameters.append([one for one in values if _is_trained(one)])
             self.eager_bytes.append(0)
             return made
 
         return run
+
+    @property
+    def trained(self) -> list[nn.Parameter]:
+        """The parameters that graphs train; several may train one."""
+        return [one for some in self.parameters for one in some]
 
     def begin_to_count(self, tensors: Sequence[torch.Tensor]) -> None:
         """From now on, note runs, and count what autograd saves between them."""
@@ -205,13 +213,10 @@ class _Seeker:
             self.uncompiled[key] = f"{place_of(traced.module)}, {said}"
             return
         if planner is None:
-            return  # it does not train
+            self.plain.add(key)
+            return
         planner.traced = traced.without_batch()
         self.planners[key] = planner
-        parameters = [one for one in traced.inputs if isinstance(one, nn.Parameter)]
-        trained = [one for one in parameters if one.requires_grad]
-        self.gradient_bytes[key] = bytes_of_all(trained, self.device)
-        self.trained += trained
 
 
 @contextmanager
@@ -249,6 +254,22 @@ def _name_untrained(seeker: _Seeker, model: nn.Module) -> None:
         own = [p for p in module.parameters(recurse=False) if p.requires_grad]
         if own and not any(id(one) in trained for one in own):
             seeker.code_bytes.setdefault(name or ".", 0)
+
+
+def _is_trained(value: object) -> bool:
+    return isinstance(value, nn.Parameter) and value.requires_grad
+
+
+def _gradient_bytes(
+    parameters: Sequence[Sequence[nn.Parameter]], device: str
+) -> tuple[int, ...]:
+    """Bytes of the gradients that each run's backward is the first to make."""
+    known, found = set[int](), []
+    for some in reversed(parameters):
+        new = [one for one in some if id(one) not in known]
+        known |= {*map(id, new)}
+        found.append(bytes_of_all(new, device))
+    return (*reversed(found),)
 
 
 def _key_or_zero(value: object) -> int:

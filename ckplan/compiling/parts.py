@@ -33,12 +33,14 @@ class Parts:
     """The graphs of one step, in the order in which forward runs them."""
 
     planners: Mapping[str, CompiledPlanner]  # by key of their graph
-    gradient_bytes: Mapping[str, int]  # of the parameters that each graph trains
     runs: Sequence[Run]  # of graphs, in the order of forward
+    gradient_bytes: Sequence[int]  # that backward of each run is the first to make
     eager_bytes: Sequence[int]  # saved by code before the first run, and after each
     eager_gradient_bytes: int  # of parameters that no graph trains
     held_bytes: int  # parameters, buffers and batch
     uncompiled: Mapping[str, str]  # why torch cannot compile graphs, by key
+    # Of graphs that are compiled without a plan: their backward, if any, has no code.
+    plain: frozenset[str] = frozenset()
     model: str = "model"
     # Saved by code that is not compiled, by path of the module that runs it.
     code_bytes: Mapping[str, int] = field(default_factory=dict)
@@ -85,8 +87,7 @@ class Parts:
         peak = before
         for place, run in enumerate(self.runs):
             one = replayed[run.key]
-            after = {later.key for later in self.runs[place + 1 :]}
-            gradients = sum(self.gradient_bytes[later] for later in after)
+            gradients = sum(self.gradient_bytes[place + 1 :])
             if any(self.eager_bytes[place + 1 :]):
                 gradients += self.eager_gradient_bytes
             in_backward = one.backward_peak_bytes + gradients
@@ -290,4 +291,6 @@ def only(planner: CompiledPlanner) -> Parts:
     """A step of one graph."""
     held_bytes = planner.unplanned.held_bytes
     model = planner.step.graph.model
-    return Parts({"": planner}, {"": 0}, (Run(""),), (0, 0), 0, held_bytes, {}, model)
+    return Parts(
+        {"": planner}, (Run(""),), (0,), (0, 0), 0, held_bytes, {}, model=model
+    )

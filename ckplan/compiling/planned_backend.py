@@ -227,7 +227,7 @@ class Backend:
         if key in self.parts.uncompiled:
             return traced.module.forward
         if key not in self.shares:
-            if not trains(traced):
+            if key in self.parts.plain or not trains(traced):
                 return traced.compile(cached_partitioner(None))[0]
             raise ApplyError(
                 "cannot plan a graph that the first forward did not have: it begins at "

@@ -107,7 +107,7 @@ def test_graphs_and_what_is_saved_between_them_are_found(parts: Parts) -> None:
     assert parts.held_bytes == sum(size.values()) + 4 + x.numel() * 4
     assert parts.code_bytes == {".": 256 * 32 * 4, "between": 0}
     assert parts.eager_gradient_bytes == size["between.weight"] + size["between.bias"]
-    assert sum(parts.gradient_bytes.values()) == sum(
+    assert sum(parts.gradient_bytes) == sum(
         n for name, n in size.items() if not name.startswith("between")
     )
 
@@ -181,10 +181,44 @@ class Tied(nn.Module):
         return self.shared(x).square().mean()
 
 
+class Layers(nn.Module):
+    """Layers that break the graph inside: they run one code, with other parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Inside() for _ in range(3)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+class Inside(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 64), nn.Linear(64, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.up(x).tanh()
+        torch._dynamo.graph_break()
+        return self.down(x.tanh()).tanh()
+
+
+def test_layers_that_share_code_train_their_own_parameters() -> None:
+    torch._dynamo.reset()
+    model, x = Layers(), torch.ones(4, 8)
+    found = find_parts(model, model, (x,), {}, {"dynamic": False})
+    parameters = sum(one.numel() * 4 for one in model.parameters())
+    assert sum(found.gradient_bytes) == parameters
+    assert found.eager_gradient_bytes == 0
+    assert not any(path.startswith("layers.") for path in found.code_bytes)
+
+
 def test_what_no_graph_trains_is_known_where_two_train_one_parameter() -> None:
     model, x = Tied(), torch.ones(4, 8)
     found = find_parts(model, model, (x,), {}, {"dynamic": False})
-    assert [*found.gradient_bytes.values()] == [256, 256]
+    assert found.gradient_bytes == (0, 256)
     assert found.eager_gradient_bytes == 256 + 32
     assert (model.steps, model.last) == (0, None)
 
@@ -371,6 +405,28 @@ def test_what_cannot_be_planned_is_refused_before_anything_is(
     with pytest.raises(ApplyError, match=r"max-autotune|dynamic shapes"):
         ckplan.compile(model, "80%", fullgraph=False, **how)(x)
     assert model.steps == 0
+
+
+class Adds(nn.Module):
+    """Its second graph adds two tensors: there is nothing to compute in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x, y = self.layer(x), self.layer(x).tanh()
+        torch._dynamo.graph_break()
+        return x + y
+
+
+def test_a_graph_whose_backward_has_no_code_is_compiled_as_it_is() -> None:
+    torch._dynamo.reset()
+    model, x = Adds(), torch.randn(16, 8)
+    expected = torch.autograd.grad(model(x).sum(), [*model.parameters()])
+    ckplan.compile(model, "100%", fullgraph=False)(x).sum().backward()
+    for one, other in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(one.grad, other)
 
 
 @pytest.mark.usefixtures("no_kernels")
