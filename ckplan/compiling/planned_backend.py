@@ -18,6 +18,7 @@ from ckplan.compiling.dynamic import compiled_for, sizes_of, with_sizes
 from ckplan.compiling.eager_code import check_has_no_eager_code, read_wanted
 from ckplan.compiling.finding import find_parts
 from ckplan.compiling.lowering import DynamoGraph
+from ckplan.compiling.other_batches import as_a_larger_one, compiled_as_planned
 from ckplan.compiling.outside import Outside
 from ckplan.compiling.partition import cached_partitioner
 from ckplan.compiling.parts import Parts
@@ -242,9 +243,7 @@ class Backend:
     def _compiled(self, planner: CompiledPlanner) -> tuple[Chosen, Callable[..., Any]]:
         """The plan, and the code with it, whose replayed peak is that of the plan."""
         if isinstance(self._wanted, Plan):
-            saved = planner.saved_under(self._wanted)
-            call, lowered = planner.traced.compile(cached_partitioner(saved))
-            return planner.followed(self._wanted, saved, lowered), call
+            return compiled_as_planned(planner, self._wanted, self.chosen)
         while True:
             chosen = self._choose(planner)
             call, lowered = planner.traced.compile(cached_partitioner(chosen.saved))
@@ -280,6 +279,9 @@ class Backend:
             return chosen
         unplanned = planner.unplanned
         left = self._left(unplanned.peak_bytes, unplanned.held_bytes)
+        found = as_a_larger_one(planner, self.chosen, left - beyond)
+        if found is not None:
+            return found
         with self._naming_the_rest(self._found.granted_bytes - left):
             return planner.solve(left - beyond)
 

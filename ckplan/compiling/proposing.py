@@ -138,6 +138,10 @@ class Proposer:
             self._bytes_saved(saved),
         )
 
+    def saving(self, names: Collection[str]) -> Candidate:
+        """A plan that saves nodes by name, and all that is made of them."""
+        return self.candidate(self._saving(names))
+
     def _saved_by(self, regions: Sequence[Region]) -> Saved:
         """What forward saves under flat regions."""
         simulator = self.planner.simulator

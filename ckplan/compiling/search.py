@@ -282,14 +282,9 @@ class CompiledPlanner:
     def _remember(self) -> None:
         """Keep what was found for the next start."""
         if self._path is not None:
-            known = plan_cache.Known(
-                self.digest,
-                self._fuses_more,
-                self._candidates,
-                self.replays.found,
-                self.replays.trusted | self.replays.real.keys(),
-            )
-            plan_cache.write(self._path, known)
+            found = self._fuses_more, self._candidates, self.replays.found
+            real = self.replays.trusted | self.replays.real.keys()
+            plan_cache.write(self._path, plan_cache.Known(self.digest, *found, real))
 
     @property
     def candidates(self) -> tuple[Candidate, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from ckplan.compiling import search
 from ckplan.compiling.plan_cache import path_of
 from ckplan.compiling.saved_values import saved_in_any
 from ckplan.compiling.search import CompiledPlanner, plan_graph
+from ckplan.errors import InfeasibleError, PlanError
 from ckplan.plan.plan import Plan
 
 MODELS: dict[str, Callable[[], tuple[nn.Module, torch.Tensor]]] = {
@@ -77,6 +79,91 @@ def test_where_a_plan_may_mean_two_things_unplanned_code_decides(
     (chosen,) = backend_of(plan, "deep").chosen
     assert lowered[0] == (None,)
     assert chosen.saved == planner.named(plan).saved
+
+
+def losses(call: Any, model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    """The loss and the gradients of a step."""
+    model.zero_grad()
+    torch.manual_seed(1)
+    loss = call(x)
+    loss.backward()
+    return [loss.detach(), *(one.grad.clone() for one in model.parameters())]
+
+
+def test_a_last_batch_of_fewer_rows_follows_the_plan_of_the_others() -> None:
+    planner = planner_of(*MODELS["deep"]())
+    plan = a_plan(planner)
+    torch._dynamo.reset()
+    model, x = MODELS["deep"]()
+    unplanned = torch.compile(model, fullgraph=True, dynamic=False)
+    batches = [x, x[:24], x.repeat(2, 1)]
+    expected = [losses(unplanned, model, one) for one in batches[:2]]
+    torch._dynamo.reset()
+    backend = ckplan.backend(plan)
+    call = torch.compile(model, backend=backend, fullgraph=True, dynamic=False)
+    for one, other in zip(batches, expected, strict=False):
+        for mine, right in zip(losses(call, model, one), other, strict=True):
+            torch.testing.assert_close(mine, right)
+    whole, smaller = backend.chosen
+    assert smaller.saved == whole.saved is not None
+    assert smaller.replayed.peak_bytes < whole.replayed.peak_bytes
+    assert backend.plans == [plan]
+    backend.chosen[:] = [replace(one, budget_bytes=1) for one in backend.chosen]
+    plan_of_less = replace(plan, budget_bytes=whole.replayed.peak_bytes)
+    backend._wanted = plan_of_less
+    with pytest.warns(UserWarning, match=r"a batch takes .*, more than the "):
+        losses(call, model, batches[2])
+
+
+class Other(nn.Module):
+    """Runs other ops on a batch of few rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.deep = Deep(depth=2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.deep(x if len(x) > 16 else x.sin())
+
+
+def test_a_batch_that_runs_other_ops_is_divided_as_torch_does() -> None:
+    model, x = Other(), torch.randn(64, 32)
+    torch._dynamo.reset()
+    backend = ckplan.backend(a_plan(planner_of(model, x)))
+    call = torch.compile(model, backend=backend, fullgraph=True, dynamic=False)
+    call(x).backward()
+    call(x[:8]).backward()
+    assert [one.saved is None for one in backend.chosen] == [False, True]
+    torch._dynamo.reset()
+    backend = ckplan.backend(a_plan(planner_of(model, x)))
+    call = torch.compile(model, backend=backend, fullgraph=True, dynamic=False)
+    with pytest.raises(PlanError, match="it is for the compiled graph"):
+        call(x[:8])  # nothing is known of the batch that it is for
+
+
+def test_within_a_budget_a_smaller_batch_is_not_searched_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    torch._dynamo.reset()
+    model, x = MODELS["deep"]()
+    backend = ckplan.backend("90%")
+    call = torch.compile(model, backend=backend, fullgraph=True, dynamic=False)
+    call(x).backward()
+    (first,) = backend.chosen
+    assert first.saved is not None
+
+    def searched(*_: object) -> None:
+        raise InfeasibleError("a search", needed="none", hint="none")
+
+    monkeypatch.setattr(CompiledPlanner, "solve", searched)
+    call(x[:60]).backward()  # it does not fit without a plan
+    call(x[:16]).backward()
+    _, near, small = backend.chosen
+    assert (near.saved, small.saved) == (first.saved, None)
+    most = first.budget_bytes
+    assert most is not None and near.replayed.peak_bytes <= most
+    with pytest.raises(InfeasibleError, match="a search"):
+        call(x.repeat(2, 1))
 
 
 def test_a_budget_is_planned_after_a_plan_was_followed(
