@@ -11,9 +11,14 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from ckplan import units
+from ckplan.compiling import nodes
+from ckplan.compiling.lowering import DynamoGraph
 from ckplan.compiling.partition import JointGraph, cached_partitioner
+from ckplan.compiling.refusals import place_of
 from ckplan.compiling.search import Chosen, CompiledPlanner
+from ckplan.compiling.workspaces import bytes_of_all
 from ckplan.plan.plan import Plan
+from ckplan.training.workload import device_of, tensors_of
 
 
 def is_alike(one: JointGraph, other: JointGraph) -> bool:
@@ -77,6 +82,39 @@ def compiled_as_planned(
     chosen = Chosen(plan.budget_bytes, saved, planner.replayed(saved), planner, plan)
     _warn_if_larger(chosen)
     return chosen, call
+
+
+def compiled_as_known(
+    traced: DynamoGraph, known: Iterable[Chosen]
+) -> Callable[..., Any]:
+    """Compile a graph that the first forward of a step that breaks did not have.
+
+    It saves what a graph saves that runs the same ops on tensors of other sizes; if
+    there is none, what torch chooses. A warning tells where memory may be another.
+
+    Args:
+        traced: The graph.
+        known: The plans of those that the first forward had.
+    """
+    joint = traced.trace()
+    if joint is None or not any(nodes.ops_of(joint.backward.graph)):
+        return traced.compile(cached_partitioner(None))[0]
+    alike = (one for one in known if is_alike(one.planner.joint, joint))
+    like = next(alike, None)
+    if like is None or _bytes_of(traced) > _bytes_of(like.planner.traced):
+        what = "without a plan" if like is None else "for more than is planned"
+        warnings.warn(
+            "a graph that the first forward did not have is compiled "
+            f"{what}, from {place_of(traced.module)} on: results are the same, memory "
+            "is not; ckplan.compile anew plans for it",
+            stacklevel=2,
+        )
+    saved = None if like is None else like.saved
+    return traced.compile(cached_partitioner(saved))[0]
+
+
+def _bytes_of(traced: DynamoGraph) -> int:
+    return bytes_of_all(tensors_of(traced.inputs), device_of(traced.inputs).type)
 
 
 def _warn_if_larger(chosen: Chosen) -> None:

@@ -18,7 +18,11 @@ from ckplan.compiling.dynamic import compiled_for, sizes_of, with_sizes
 from ckplan.compiling.eager_code import check_has_no_eager_code, read_wanted
 from ckplan.compiling.finding import find_parts
 from ckplan.compiling.lowering import DynamoGraph
-from ckplan.compiling.other_batches import as_a_larger_one, compiled_as_planned
+from ckplan.compiling.other_batches import (
+    as_a_larger_one,
+    compiled_as_known,
+    compiled_as_planned,
+)
 from ckplan.compiling.outside import Outside
 from ckplan.compiling.partition import cached_partitioner
 from ckplan.compiling.parts import Parts
@@ -230,12 +234,7 @@ class Backend:
         if key not in self.shares:
             if key in self.parts.plain or not trains(traced):
                 return traced.compile(cached_partitioner(None))[0]
-            raise ApplyError(
-                "cannot plan a graph that the first forward did not have: it begins at "
-                f"{place_of(traced.module)}",
-                needed="steps that run the same graphs as the first one",
-                hint="ckplan.compile again for other shapes, or for another branch",
-            )
+            return compiled_as_known(traced, self.shares.values())
         chosen = self.shares[key]
         self.chosen.append(chosen)
         return traced.compile(cached_partitioner(chosen.saved))[0]

@@ -23,8 +23,9 @@ from compiled import Block, Deep, Steps, run_steps
 from torch import nn
 
 import ckplan
-from ckplan.compiling import finding, lowering, planned_backend
+from ckplan.compiling import finding, lowering, other_batches, planned_backend
 from ckplan.compiling.finding import find_parts
+from ckplan.compiling.partition import cached_partitioner
 from ckplan.compiling.parts import Parts
 from ckplan.compiling.step import parts_of
 from ckplan.errors import (
@@ -339,8 +340,7 @@ def test_what_runs_uncompiled_is_said_and_planned_once(
     with warnings.catch_warnings():  # said once, planned once
         warnings.simplefilter("error")
         call(x)
-    with pytest.raises(ApplyError, match="the first forward did not have"):
-        call(x[:8])
+    call(x[:8])
     with torch.no_grad():
         call(x[:8])
     torch._dynamo.reset()
@@ -405,6 +405,38 @@ def test_what_cannot_be_planned_is_refused_before_anything_is(
     with pytest.raises(ApplyError, match=r"max-autotune|dynamic shapes"):
         ckplan.compile(model, "80%", fullgraph=False, **how)(x)
     assert model.steps == 0
+
+
+@pytest.mark.usefixtures("no_kernels")
+def test_graphs_of_another_batch_or_branch_follow_what_is_known_or_are_told(
+    parts: Parts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch._dynamo.reset()
+    least = {key: one.candidates[-1] for key, one in parts.planners.items()}
+    shares = parts._chosen(least)
+    assert any(one.saved is not None for one in shares.values())
+    monkeypatch.setattr(planned_backend, "find_parts", lambda *_: parts)
+    monkeypatch.setattr(Parts, "share", lambda *_: shares)
+    saved: list[Any] = []
+
+    def partitioner(wanted: Any) -> Any:
+        saved.append(wanted)
+        return cached_partitioner(wanted)
+
+    monkeypatch.setattr(other_batches, "cached_partitioner", partitioner)
+    model, x = breaks()
+    call = ckplan.compile(model, "100%", fullgraph=False)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "2 graphs of the step")
+        call(x)
+        assert saved == []
+        call(x[:8])
+    assert {*saved} == {one.saved for one in shares.values()}
+    with pytest.warns(UserWarning, match="compiled for more than is planned"):
+        call(x.repeat(2, 1))
+    model.first = nn.Sequential(model.first, nn.Tanh())
+    with pytest.warns(UserWarning, match="compiled without a plan, from '"):
+        call(x)
 
 
 class Adds(nn.Module):
