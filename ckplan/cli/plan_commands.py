@@ -127,6 +127,8 @@ def solve(
         card.expandable,
         card.gpu_memory,
     )
+    if method is Method.MILP:
+        solving.check_exact(levers.allowed, link)
     with ProgressLine(sys.stderr) as progress:
         progress("solving", 0, 0)
         planner = Planner(graph)

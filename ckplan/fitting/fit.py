@@ -197,8 +197,8 @@ class _Asked:
     @cached_property
     def _cheapest_smallest(self) -> tuple[Region, ...]:
         """Those of the cheapest plan that is as small."""
-        found = self.planner.within(self.planner.floor.peak_bytes)
-        assert found is not None, "internal error: the floor is that of a plan"
+        found = self.planner.within(self.planner.least.peak_bytes)
+        assert found is not None, "internal error: the least peak is that of a plan"
         return found[1]
 
     @property

@@ -66,5 +66,5 @@ def with_costs_of(op: Op, other: Op) -> Op:
     return Op(
         *(op.name, op.call, op.reads, op.writes, op.outputs),
         *(other.workspace, other.flops, other.moved_bytes, other.seconds),
-        *(op.random, other.launch_seconds, op.line),
+        *(op.random, other.launch_seconds, op.line, op.is_inside),
     )

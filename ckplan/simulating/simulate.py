@@ -158,7 +158,7 @@ class Simulator:
         refuse_regions_of_losses(self.graph, (*tiled, *others))
         found = self._tiled[tiled].run(others)
         more = found.graph.step_seconds - self.graph.step_seconds
-        return replace(found, tile_seconds=found.tile_seconds + more)
+        return replace(found, added_seconds=found.added_seconds + more)
 
     def live_within(
         self, region: Region, windows: Iterable[tuple[int, int]]

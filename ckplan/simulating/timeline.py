@@ -26,7 +26,8 @@ class Timeline:
     unplanned_stops: Sequence[int]  # storage -> last half moment alive
     changed_stops: Mapping[int, int]  # same, for storages that regions change
     freed_ticks: Mapping[int, int]  # storage freed within a gap -> tick
-    tile_seconds: float = 0.0  # of `graph` beyond the unplanned step: tiles of heads
+    # Of `graph` beyond the unplanned step: tiles of heads, an update in groups.
+    added_seconds: float = 0.0
     moves: Moves = NO_MOVES
     generated: GeneratedCode | None = None  # compiled code with the same plan
     # (bytes of a card, expandable) -> (whether there is room, whether the card was
@@ -80,10 +81,10 @@ class Timeline:
             return self.generated.overhead * self.graph.step_seconds
         if self.graph.is_launched:
             planned = self._queued(engine=True).seconds
-            return planned - self.graph.step_seconds + self.tile_seconds
+            return planned - self.graph.step_seconds + self.added_seconds
         seconds = sum(effect.seconds for effect in self.effects)
         more = self.graph.num_batches * seconds
-        return more + self.tile_seconds + self.moving_seconds
+        return more + self.added_seconds + self.moving_seconds
 
     @property
     def moving_seconds(self) -> float:
@@ -102,7 +103,7 @@ class Timeline:
     @property
     def unplanned_seconds(self) -> float:
         """Seconds of the unplanned step."""
-        return self.graph.step_seconds - self.tile_seconds
+        return self.graph.step_seconds - self.added_seconds
 
     @property
     def engine_seconds(self) -> float:

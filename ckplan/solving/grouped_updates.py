@@ -8,12 +8,14 @@ the plan's ``workload`` names that optimizer.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from ckplan import units
 from ckplan.errors import PlanError
 from ckplan.graph.graph import Graph
 from ckplan.graph.grouped_updates import group_size, with_grouped_update
 from ckplan.simulating.simulate import Timeline
+from ckplan.solving.common_strategies import all_baselines
 from ckplan.solving.memory_limit import MemoryLimit
 from ckplan.solving.planner import Planner
 from ckplan.solving.replays import ReplayedPlan
@@ -36,10 +38,10 @@ class GroupingPlanner:
         Raises:
             PlanError: The update cannot run in groups, or they would free nothing.
         """
-        self._searches = [
-            search_of(planner),
-            search_of(Planner(_grouped(planner.graph))),
-        ]
+        grouped = Planner(_grouped(planner.graph))
+        self._planner = planner
+        self._searches = [search_of(planner), search_of(grouped)]
+        self._longer = grouped.graph.step_seconds - planner.graph.step_seconds
 
     @property
     def floor_bytes(self) -> int:
@@ -49,7 +51,7 @@ class GroupingPlanner:
     def within(self, budget_bytes: int) -> ReplayedPlan | None:
         """The cheapest plan that fits, as its timeline and its regions."""
         found = (search.within(budget_bytes) for search in self._searches)
-        plans = [one for one in found if one is not None]
+        plans = [(self._of_whole(one[0]), one[1]) for one in found if one is not None]
         return min(plans, key=lambda one: _cost(one[0]), default=None)
 
     def solve(self, limit: MemoryLimit) -> Solution:
@@ -61,8 +63,29 @@ class GroupingPlanner:
         found = solve_each(
             self._searches, lambda one: one.solve(limit), lambda one: one.floor_bytes
         )
-        return min(
+        best = min(
             found, key=lambda s: (not limit.allows(s.timeline), *_cost(s.timeline))
+        )
+        timeline = self._of_whole(best.timeline)
+        return best if timeline is best.timeline else self._grouped(best, timeline)
+
+    def _of_whole(self, timeline: Timeline) -> Timeline:
+        """A step as one that was planned with the whole update, which is quicker."""
+        if timeline.unplanned_seconds == self._planner.unplanned.unplanned_seconds:
+            return timeline
+        return replace(timeline, added_seconds=timeline.added_seconds + self._longer)
+
+    def _grouped(self, found: Solution, timeline: Timeline) -> Solution:
+        """A solution with the update in groups, beside the unplanned step itself."""
+        planner = self._planner
+        longer = 1 + self._longer / (planner.graph.step_seconds or 1.0)
+        bound = (1 + found.bound_overhead) * longer - 1
+        return replace(
+            found,
+            timeline=timeline,
+            unplanned=planner.unplanned,
+            bound_overhead=min(bound, planner.bound(found.budget_bytes)),
+            baselines=all_baselines(planner, found.limit),
         )
 
 

@@ -252,7 +252,7 @@ def _grouped_update(graph: Graph, peak_of: _PeakOf) -> Iterator[Remedy]:
         else f"--optimizer {'adamw' if name == 'default' else name}:foreach={size}",
         peak_of(grouped),
         SAME,
-        overhead=0.0,
+        overhead=max(grouped.step_seconds / (graph.step_seconds or 1.0) - 1, 0.0),
         about=about,
     )
 

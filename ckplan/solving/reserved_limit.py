@@ -51,8 +51,9 @@ def solve_within_limit(planner: Planner, limit: MemoryLimit) -> Solution:
     the budget of tensors is smaller than the limit. The size left for gaps is found by
     simulating the allocator: it starts small, doubles until the plan fits, and is then
     bisected. A spare segment is left free if a plan can leave it; the plan fits without
-    one, too, which does not follow, as a full card frees other segments. If no plan
-    fits with gaps, the limit applies to tensors alone.
+    one, too, which does not follow, as a full card frees other segments. A step that
+    fits as it is gets no plan. If no plan fits with gaps, the limit applies to tensors
+    alone.
 
     Raises:
         InfeasibleError: Not even the tensors fit.
@@ -67,6 +68,9 @@ def budget_within(planner: Plans, limit: MemoryLimit) -> int:
         planner: The plans; their timelines are asked whether they fit.
         limit: The limit, with gaps or without.
     """
+    found = planner.within(limit.bytes) if limit.of_reserved else None
+    if found is not None and not found[1] and limit.allows(found[0]):
+        return limit.bytes  # no plan is cheaper than none
     for within in (with_spare_segment(limit), limit) if limit.of_reserved else ():
 
         def fits(budget_bytes: int, within: MemoryLimit = within) -> bool:

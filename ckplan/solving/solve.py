@@ -134,7 +134,10 @@ def solve_plan(
         gpu_memory,
     )
     planner = Planner(graph)
-    solution = find(planner, objective, allow, _link(graph, spill_rate, offload, gpu))
+    link = _link(graph, spill_rate, offload, gpu)
+    if method == "milp":
+        check_exact(allow, link)
+    solution = find(planner, objective, allow, link)
     warning = room_warning(solution, reserve_bytes, asked=expandable_segments)
     if warning and solution.limit.of_reserved:  # a budget is of tensors alone
         warnings.warn(warning, stacklevel=2)
@@ -192,6 +195,17 @@ class Objective:
                 needed="a budget or a card to subtract it from",
                 hint="leave out the reserve, or --budget 12GiB",
             )
+
+
+def check_exact(allow: str | Collection[str], link: Link | None) -> None:
+    """Refuse an exact search where plans may do more than it knows."""
+    if allow or link is not None:
+        raise CkplanError(
+            "cannot search exactly with levers: an integer program knows recomputation "
+            "alone, so its bound would be none of these plans",
+            needed="either --method milp, or --allow and --offload",
+            hint="leave out --method milp",
+        )
 
 
 def add_exact_bound(

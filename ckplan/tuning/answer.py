@@ -9,7 +9,7 @@ from ckplan.plan.plan import Plan, Prediction, plan_fingerprint
 from ckplan.plan.resolve import describe
 from ckplan.plan.workload import plan_workload
 from ckplan.solving.planner import Planner
-from ckplan.tuning.plan_levers import simulator_of
+from ckplan.tuning.plan_levers import has_plan_levers, simulator_of
 from ckplan.tuning.tuned import Tuned
 
 
@@ -18,6 +18,7 @@ def plan_of(tuned: Tuned) -> Plan:
     graph, regions = tuned.graph, tuned.best.regions
     simulator = simulator_of(tuned.best.way, graph)
     timeline, unplanned = simulator.run(regions), simulator.run()
+    bound = {"any_schedule": Planner(graph).bound(timeline.peak_bytes)}
     return Plan(
         model=graph.model,
         fingerprint=plan_fingerprint(graph.fingerprint),
@@ -31,7 +32,7 @@ def plan_of(tuned: Tuned) -> Plan:
             stall_seconds=timeline.stall_seconds,
             host_bytes=timeline.moves.host_bytes,
         ),
-        bound={"any_schedule": Planner(graph).bound(timeline.peak_bytes)},
+        bound={} if has_plan_levers(tuned.best.way) else bound,  # of recomputation
         regions=describe(graph, regions),
         workload={**plan_workload(graph.options), "micro_batch": tuned.best.batch},
     )

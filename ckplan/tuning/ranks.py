@@ -24,7 +24,7 @@ class Ranks:
         sending = self._sending(timeline.graph)
         if sending is None:
             return None
-        added = timeline.recompute_seconds - timeline.tile_seconds if planned else 0.0
+        added = timeline.recompute_seconds - timeline.added_seconds if planned else 0.0
         return communication(timeline.graph, *sending, added)
 
     def seconds(self, timeline: Timeline) -> float:

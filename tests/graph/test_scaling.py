@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from ckplan.ejecting.settings import setting_for
 from ckplan.graph.file import dumps
 from ckplan.graph.graph import Graph
 from ckplan.graph.records import OUTSIDE_CALLS
+from ckplan.graph.redrawn import with_costs_of
 from ckplan.plan.names import OpName
 from ckplan.plan.plan import Plan, PlannedRegion
 from ckplan.plan.region import Region
@@ -35,6 +37,7 @@ from ckplan.solving.menu import Menus
 from ckplan.solving.nesting import Nesting
 from ckplan.solving.segmentation import segmentation_frontier
 
+COSTS = ("workspace", "flops", "moved_bytes", "seconds", "launch_seconds")
 ROOT = Path(__file__).parents[2]
 LLAMA_3_70B = (
     "layers=80 width=8192 heads=64 groups=8 inner=28672 vocab=128256 batch=1 "
@@ -261,3 +264,12 @@ def test_llama_3_70b_is_profiled_in_a_minute_and_two_gib(tmp_path: Path) -> None
     graph = ckplan.load_graph(tmp_path / "trace.json.gz")
     parameter_bytes = graph.bytes_by_kind["parameter"]
     assert parameter_bytes == pytest.approx(2 * 70.6e9, rel=0.01)
+
+
+def test_an_op_with_the_costs_of_another_is_the_same_op() -> None:
+    op = replace(graphs.chain(1).ops[0], random=True, line="a.py:1", is_inside=True)
+    other = replace(op, flops=7, moved_bytes=8, seconds=9.0, launch_seconds=1.0)
+    given = {name: getattr(other, name) for name in COSTS}
+    assert with_costs_of(op, replace(other, line="", is_inside=False)) == replace(
+        op, **given
+    )

@@ -314,7 +314,7 @@ def test_solution_json_has_the_keys_that_scripts_use(solution: Solution) -> None
         "plan": "plan.yaml",
     }.items() <= content.items()
     assert content["step_seconds"] == pytest.approx(0.009)
-    tiled = replace(solution, timeline=replace(solution.timeline, tile_seconds=0.001))
+    tiled = replace(solution, timeline=replace(solution.timeline, added_seconds=0.001))
     in_tiles = solution_json(tiled, PLAN, 0, "plan.yaml")  # of which the graph has them
     assert in_tiles["unplanned_step_seconds"] == pytest.approx(0.008)
     assert in_tiles["step_seconds"] == pytest.approx(0.009)

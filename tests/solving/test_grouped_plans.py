@@ -91,6 +91,28 @@ def test_groups_go_below_the_floor_and_are_left_out_where_memory_is_enough() -> 
     assert both.floor_bytes <= search.floor_bytes
 
 
+def test_what_groups_cost_is_in_the_overhead_of_a_plan() -> None:
+    """On a GPU, each group launches the kernels of the whole update again."""
+    graph = step("adamw:foreach", "T4")
+    grouped = with_grouped_update(graph, "16KiB", parse_bytes("16KiB"))
+    longer = grouped.step_seconds / graph.step_seconds - 1
+    assert longer > 0.1
+    planner = Planner(graph)
+    search = search_with(planner, allow=["groups"], link=None)
+    limit = MemoryLimit(search.floor_bytes)
+    found = search.solve(limit)
+    assert found.timeline.overhead >= longer - 1e-9
+    assert found.bound_overhead <= found.timeline.overhead
+    assert found.unplanned is planner.unplanned
+    none = next(one for one in found.baselines if one.name == "none")
+    assert (none.peak_bytes, none.fits) == (planner.unplanned.peak_bytes, False)
+    within = search.within(search.floor_bytes)
+    assert within is not None and within[0].overhead == found.timeline.overhead
+    plan = ckplan.solve(graph, limit.bytes, allow=["groups"])
+    assert plan.predicted is not None
+    assert plan.predicted.unplanned_peak_bytes == planner.unplanned.peak_bytes
+
+
 def test_what_backward_makes_last_stays_where_it_is() -> None:
     """Unlike a number that Python makes then, for each group."""
     graph = step("adamw:foreach", None)

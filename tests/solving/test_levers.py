@@ -156,7 +156,7 @@ class Card(MemoryLimit):
     """A card that has no room for plans with tiles."""
 
     def allows(self, timeline: Timeline) -> bool:
-        return timeline.peak_bytes <= self.bytes and not timeline.tile_seconds
+        return timeline.peak_bytes <= self.bytes and not timeline.added_seconds
 
 
 @pytest.mark.parametrize("rate", [None, 1e6])
@@ -167,9 +167,9 @@ def test_a_plan_that_fits_a_card_goes_before_tiles_that_do_not(
     plain = replace(planner().graph, ops=tuple(map(slow, planner().graph.ops)))
     link = None if rate is None else Link(rate)
     both = search_with(Planner(plain), allow=["tiles"], link=link)
-    assert both.solve(limit).timeline.tile_seconds
+    assert both.solve(limit).timeline.added_seconds
     found = both.solve(Card(limit.bytes, of_reserved=True)).timeline
-    assert not found.tile_seconds
+    assert not found.added_seconds
     assert found.peak_bytes <= limit.bytes
 
 

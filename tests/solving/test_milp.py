@@ -82,5 +82,9 @@ def test_python_asks_for_it_by_name() -> None:
     chain, exact = (ckplan.solve(graph, budget, method=m) for m in ("chain", "milp"))
     assert exact.regions == chain.regions
     assert exact.bound["any_schedule"] >= chain.bound["any_schedule"]
+    with pytest.raises(CkplanError, match="search exactly with levers"):
+        ckplan.solve(graph, budget, method="milp", spill_rate="1GB")
+    with pytest.raises(CkplanError, match="search exactly with levers"):
+        ckplan.solve(graph, budget, method="milp", allow="tiles")
     with pytest.raises(CkplanError, match="unknown method 'best'"):
         ckplan.solve(graph, budget, method="best")

@@ -137,6 +137,17 @@ def test_a_plan_for_a_card_has_room_where_one_for_its_tensors_may_not(
         assert found.timeline.overhead >= by_tensors.timeline.overhead
 
 
+def test_a_step_that_fits_without_a_spare_segment_gets_no_plan() -> None:
+    planner = Planner(of_card())
+    peak = planner.unplanned.peak_bytes
+    sizes = range(peak, peak + 200 * MIB, 2 * MIB)
+    limits = (MemoryLimit(one, of_reserved=True) for one in sizes)
+    limit = next(one for one in limits if one.allows(planner.unplanned))
+    assert not with_spare_segment(limit).allows(planner.unplanned)
+    found = solve_within_limit(planner, limit)
+    assert (found.regions, found.timeline.overhead) == ((), 0.0)
+
+
 def test_without_a_card_tensors_are_all_there_is() -> None:
     graph = of_card(40)
     on_cpu = {**graph.fingerprint, "device": "cpu"}

@@ -114,7 +114,7 @@ def test_without_a_rate_the_answer_says_that_nothing_is_counted() -> None:
 
 def test_seconds_of_tiles_count_once() -> None:
     """Those of a step in tiles are in its graph, and in what its plan adds."""
-    timeline = replace(Simulator(step_at(4, None)).run(), tile_seconds=0.25)
+    timeline = replace(Simulator(step_at(4, None)).run(), added_seconds=0.25)
     step = timeline.graph.step_seconds
     assert Ranks().seconds(timeline) == pytest.approx(step)
     assert timeline.queues == (pytest.approx(step), 0.0)
@@ -122,7 +122,7 @@ def test_seconds_of_tiles_count_once() -> None:
     assert Ranks().seconds(timeline) == pytest.approx(whole)
     traffic = Traffic(backward_bytes=2 * 10**9)
     slow = step_at(4, "L4")
-    timeline = replace(Simulator(slow).run(), tile_seconds=0.01)
+    timeline = replace(Simulator(slow).run(), added_seconds=0.01)
     sent = Ranks(lambda: traffic).communication(timeline)
     assert sent == communication(slow, traffic, gpus.find("L4").peer)
 

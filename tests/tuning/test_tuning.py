@@ -274,6 +274,9 @@ def test_the_plan_of_the_best_setting_replays_at_its_batch() -> None:
     found = tuned(500)
     plan = plan_of(found)
     assert plan.workload["micro_batch"] == found.best.batch
+    assert plan.bound.keys() == {"any_schedule"}
+    moving = replace(found.best, way=replace(found.best.way, tiles="same"))
+    assert not plan_of(replace(found, best=moving)).bound  # it knows no tiles
     again = Simulator(step_at(found.best.batch)).run(found.best.regions)
     assert again.peak_bytes == found.best.peak_bytes
     assert plan.predicted is not None

@@ -57,7 +57,7 @@ def test_seconds_of_tiles_count_once() -> None:
     slower = [replace(op, seconds=1.5 * op.seconds) for op in graph.ops]
     tiled = simulate(replace(graph, ops=tuple(slower)))
     more = tiled.graph.step_seconds - graph.step_seconds
-    found = predicted_seconds(replace(tiled, tile_seconds=more), graph)
+    found = predicted_seconds(replace(tiled, added_seconds=more), graph)
     assert (
         found.forward_seconds
         == predicted_seconds(simulate(graph), graph).forward_seconds
