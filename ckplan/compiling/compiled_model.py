@@ -54,8 +54,9 @@ def compile(
         progress: Told the stage of planning, the items done and their total.
         how: Keyword arguments of ``torch.compile``, except ``backend``. By default,
             the model must compile as a whole (``fullgraph=True``), if not before, then
-            after a forward that runs uncompiled; and every batch shape is compiled and
-            planned by itself (``dynamic=False``). Code for all sizes (``dynamic=True``)
+            after a forward that runs uncompiled; and every batch shape is compiled by
+            itself (``dynamic=False``), a smaller one than before without a search; with
+            a plan, others follow it. Code for all sizes (``dynamic=True``)
             has the plan for the largest that is known: that of ``mark_dynamic``, or of
             the batch that it is compiled for. With ``fullgraph=False``, a module
             may break into several graphs, which share the budget; the first forward
