@@ -117,7 +117,7 @@ def find(name: str) -> Gpu:
     Raises:
         CkplanError: No card has that name, or several cards with different memory do.
     """
-    cards = load()
+    cards, name = load(), str(name)
     wanted = _plain(name)
     rest = {name: _plain(name).removeprefix(wanted) for name in cards}
     exact = [card for name, card in cards.items() if _plain(name) == wanted]

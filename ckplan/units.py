@@ -135,6 +135,12 @@ def parse_overhead(overhead: float | str) -> float:
     """
     if isinstance(overhead, str):
         return parse_percent(overhead)
+    if isinstance(overhead, bool) or not isinstance(overhead, (int, float)):
+        raise UnitError(
+            f"cannot read the overhead {overhead!r}",
+            needed="a fraction of the step, such as 0.05, or a percentage as text",
+            hint="max_overhead='5%'",
+        )
     if overhead > 1:
         raise UnitError(
             f"cannot read the overhead {overhead}",

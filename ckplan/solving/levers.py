@@ -44,13 +44,13 @@ LEVERS = ("tiles", "close", GROUPS)
 """What a plan may do besides recomputation, if it is allowed."""
 
 
-def split_levers(allow: str | Iterable[str]) -> list[str]:
+def split_levers(allow: str | Iterable[str] | None) -> list[str]:
     """Names of levers, each once: several are a list, or joined by commas.
 
     >>> split_levers(["tiles, close", "tiles", "groups"])
     ['tiles', 'close', 'groups']
     """
-    listed = [allow] if isinstance(allow, str) else allow
+    listed = [allow] if isinstance(allow, str) else allow or ()
     names = (name.strip() for text in listed for name in text.split(","))
     return [*dict.fromkeys(filter(None, names))]
 

@@ -59,7 +59,7 @@ def solve_plan(
     goal: str | None = None,
     method: str = "chain",
     time_limit: float = 60.0,
-    allow: str | Collection[str] = (),
+    allow: str | Collection[str] | None = (),
     spill_rate: str | float | Link | None = None,
     offload: str | None = None,
 ) -> Plan:
@@ -134,7 +134,7 @@ def solve_plan(
         gpu_memory,
     )
     planner = Planner(graph)
-    link = _link(graph, spill_rate, offload, gpu)
+    link, allow = _link(graph, spill_rate, offload, gpu), allow or ()
     if method == "milp":
         check_exact(allow, link)
     solution = find(planner, objective, allow, link)

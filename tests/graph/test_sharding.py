@@ -192,6 +192,7 @@ def test_what_cannot_be_sharded_is_said() -> None:
 
 def test_units_can_be_chosen_and_regions_must_be_inside_of_one() -> None:
     graph = ckplan.shard(blocks(), "zero3", 2, units=["h.[0..1]"])
+    assert ckplan.shard(blocks(), "zero3", 2, units="h.[0..1]") == graph
     assert "h.[0..1], the rest of the model" in graph.notes[-1]
     calls = {call.fqn: i for i, call in enumerate(graph.calls)}
     assert simulate(graph, [Region(calls["h.1"])]).peak_bytes

@@ -86,5 +86,10 @@ def test_python_asks_for_it_by_name() -> None:
         ckplan.solve(graph, budget, method="milp", spill_rate="1GB")
     with pytest.raises(CkplanError, match="search exactly with levers"):
         ckplan.solve(graph, budget, method="milp", allow="tiles")
+    assert ckplan.solve(graph, budget, method="milp", allow=None) == exact
+    with pytest.raises(CkplanError, match=r"cannot read the overhead \[1\]"):
+        ckplan.solve(graph, max_overhead=[1])  # type: ignore[arg-type]
+    with pytest.raises(CkplanError, match="no card is called '5'"):
+        ckplan.solve(graph, gpu=5)  # type: ignore[arg-type]
     with pytest.raises(CkplanError, match="unknown method 'best'"):
         ckplan.solve(graph, budget, method="best")

@@ -45,7 +45,7 @@ def shard(
     scheme: str,
     world_size: int,
     *,
-    units: Sequence[str] = (),
+    units: str | Sequence[str] = (),
 ) -> Graph:
     """Make the step of one rank out of the step of one process.
 
@@ -66,7 +66,8 @@ def shard(
         GraphError: The step is sharded already, or does not name its parameters.
         PlanError: A unit is no module of the model.
     """
-    return sharded(graph, Sharding(scheme, world_size, tuple(units)))
+    listed = (units,) if isinstance(units, str) else tuple(units)
+    return sharded(graph, Sharding(scheme, world_size, listed))
 
 
 def sharded(graph: Graph, sharding: Sharding, rate: int | None = None) -> Graph:
