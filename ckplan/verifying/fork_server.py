@@ -136,6 +136,10 @@ class _Server:
         """Whether the process runs."""
         return self._process.poll() is None
 
+    def retire(self) -> None:
+        """Let the process end after what it was asked for."""
+        self._channel.close()
+
     def close(self) -> None:
         """End the process; its children go on."""
         self._channel.close()
@@ -143,6 +147,7 @@ class _Server:
         self._process.wait()
 
 
+_MOST = 2  # servers at a time: each takes hundreds of MiB
 _servers: dict[frozenset[tuple[str, str]], _Server] = {}
 
 
@@ -153,9 +158,12 @@ def _server_of(environ: Mapping[str, str]) -> _Server:
         for name, value in environ.items()
         if name not in _LATER and not name.startswith(_LATER_PREFIXES)
     )
-    server = _servers.get(key)
+    server = _servers.pop(key, None)
     if server is None or not server.is_alive:
-        server = _servers[key] = _Server(environ)
+        server = _Server(environ)
+    _servers[key] = server  # the last that was asked for
+    while len(_servers) > _MOST:
+        _servers.pop(next(iter(_servers))).retire()
     return server
 
 

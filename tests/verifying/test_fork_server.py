@@ -53,6 +53,13 @@ def test_variables_that_libraries_read_are_those_of_the_server():
     assert id(fork_server._server_of(again)) in servers
 
 
+def test_of_many_environments_the_last_ones_keep_a_server() -> None:
+    made = [fork_server._server_of({**os.environ, "ONE": n}) for n in "345"]
+    assert made[0]._process.wait(60) == 0
+    assert all(one.is_alive for one in made[1:])
+    assert fork_server._server_of({**os.environ, "ONE": "4"}) is made[1]
+
+
 def test_a_child_that_is_killed_or_slow_is_told_apart():
     slow = fork_to("import time; time.sleep(600)", os.environ)
     with pytest.raises(subprocess.TimeoutExpired):
