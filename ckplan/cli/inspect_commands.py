@@ -129,7 +129,7 @@ def profile(
     if lengths is not None and output is None:
         path = path.with_name(f"lengths-{path.name}")
     try:
-        check_output(path, force)
+        _check_outputs(path, force, with_mean=of_batches is not None)
     except CkplanError:
         if names_factory:  # a factory that is not there comes first
             with redirect_stdout(sys.stderr):
@@ -170,11 +170,17 @@ def profile(
         named = {"lengths": ",".join(map(str, of_batches.lengths))}
         graph = replace(graph, options={**graph.options, **named})
         mean = replace(shard_for_rank(mean, sharding), options=graph.options)
-        trace_file.save(mean, mean_trace(path), force=True)
+        trace_file.save(mean, mean_trace(path), force=force)
         print_message(f"wrote {mean_trace(path)}, of the mean length {of_batches.mean}")
     trace_file.save(graph, path, force=force)
     _show_trace(graph, path, as_json)
     print_message(f"wrote {path}")
+
+
+def _check_outputs(path: Path, force: bool, *, with_mean: bool) -> None:
+    check_output(path, force)
+    if with_mean:
+        check_output(mean_trace(path), force)
 
 
 def _say_what_is_assumed(graph: Graph, batch: str | None) -> None:

@@ -95,7 +95,7 @@ class KernelBytes:
         if WORKSPACE_PERSISTS and name in MULTIPLIES and device_of(tensors) != CPU:
             return Taken()
         described = pytree.tree_map(_describe, (args, kwargs))
-        key = repr((str(op), described))
+        key = repr((str(op), described, torch.get_num_threads()))
         if key not in _KNOWN:
             self._wanted[key] = op, *described
         taken = _KNOWN.get(key, Taken())

@@ -53,6 +53,10 @@ def test_the_plan_fits_the_longest_batch_and_costs_as_the_mean(
     output = "-o", "t.json.gz", "--no-replay"
     ended = run("profile", "tokens.py", "--lengths", "lengths.txt", *output)
     assert ended.code == 0, ended.err
+    (tokens / "t.json.gz").rename(tokens / "kept.json.gz")
+    ended = run("profile", "tokens.py", "--lengths", "lengths.txt", *output)
+    assert (ended.code, "t.mean.json.gz" in ended.err) == (1, True)  # it would be lost
+    (tokens / "kept.json.gz").rename(tokens / "t.json.gz")
     assert run("profile", "tokens.py", "-o", "one.json.gz", "--no-replay").code == 0
     whole = "length=48", "-o", "two.json.gz", "--no-replay"
     assert run("profile", "tokens.py", "--set", *whole).code == 0
