@@ -233,9 +233,10 @@ class Tuning:
     def _or_with_fewer(
         self, best: Setting, on_top: dict[Lever, Setting | None]
     ) -> tuple[Setting, dict[Lever, Setting | None]]:
-        """The best setting, or one with fewer levers if that is recorded as faster.
+        """The best setting, or one with fewer levers if that is recorded as no slower.
 
-        A setting may be recorded as slower than it was drawn, and than others are.
+        A setting may be recorded as slower than it was drawn, and than others are; and
+        beside a lever that was pulled later, an earlier one may not pay any more.
         """
         given = self._way
         new = [one for one in self.levers if not one.is_in(given)]
@@ -245,10 +246,10 @@ class Tuning:
         drawn = [self.best_of(way) for way in dict.fromkeys(ways) if way != best.way]
         found = (one for one in drawn if one is not None)
         other = max(found, key=lambda one: one.samples_per_second, default=None)
-        if other is None or other.samples_per_second <= best.samples_per_second:
+        if other is None or pays_over(best, other):
             return best, on_top
         real = self._checked(other.way)
-        if real is None or real.samples_per_second <= best.samples_per_second:
+        if real is None or pays_over(best, real):
             return best, on_top
         pulled = [one for one in own if one.is_in(real.way)]
         return real, self._on_top(real.way, pulled)

@@ -29,7 +29,7 @@ from ckplan.tuning.lever_rows import EXPANDABLE
 from ckplan.tuning.recorded import tune_traces
 from ckplan.tuning.search import WaySearch
 from ckplan.tuning.searches import Searches
-from ckplan.tuning.settings import ALLOWED, Way, conflict, levers_of
+from ckplan.tuning.settings import ALLOWED, Setting, Way, conflict, levers_of
 from ckplan.tuning.tune import Tuning
 from ckplan.tuning.tuned import Tuned, nothing_fits
 
@@ -113,6 +113,26 @@ def test_no_setting_is_faster_than_the_tuned_one(
     assert best.way == Way(optimizer="adamw:fused")  # bf16 was not allowed
     if total is not None:
         assert best.batch * best.accumulate == total
+
+
+def test_a_lever_that_another_one_makes_needless_is_left_out() -> None:
+    tuning = Tuning(record, MemoryLimit(500), way=Way(), rows=4, allow=["bf16"])
+    one, two = tuning.levers[0], next(x for x in tuning.levers if x.name == "bf16")
+    both = two.pulled(one.pulled(Way()))
+    alone = two.pulled(Way())
+    base = tuning.best_of(Way())
+    assert base is not None
+    seconds = {both: 1.0, alone: 1.0, one.pulled(Way()): 2.0, Way(): 3.0}
+
+    def of(way: Way) -> Setting:
+        return replace(base, way=way, step_seconds=seconds.get(way, 9.0), profiled=True)
+
+    tuning.best_of = of
+    best, _ = tuning._or_with_fewer(of(both), {})
+    assert best.way == alone
+    seconds[alone] = 1.1
+    best, _ = tuning._or_with_fewer(of(both), {})
+    assert best.way == both
 
 
 def test_no_plan_is_taken_from_a_step_that_runs_other_ops() -> None:
