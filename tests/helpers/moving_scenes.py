@@ -19,7 +19,8 @@ import torch
 from small_models import Residual
 from torch import nn
 
-from ckplan.applying.hooks.session import Session
+from ckplan.applying.hooks.attached import attached_to
+from ckplan.applying.hooks.session import Session, StepHooks
 from ckplan.applying.moving.mover import Mover
 from ckplan.applying.moving.room import Room
 from ckplan.errors import ApplyError
@@ -209,10 +210,8 @@ def two_sizes(model: nn.Sequential, x: torch.Tensor) -> list[torch.Tensor]:
 
 
 def mover_of(model: nn.Module) -> Mover | None:
-    owners = (
-        getattr(one, "__self__", None) for one in model._forward_pre_hooks.values()
-    )
-    return next((one.mover for one in owners if isinstance(one, Session)), None)
+    hooks = (one for one in attached_to(model) if isinstance(one, StepHooks))
+    return next((one.session.mover for one in hooks), None)
 
 
 SCENES = (steps, interrupted, parts, grown, held, overwritten)
