@@ -12,7 +12,7 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "ckplan"
 MAX_LINES = 350
 
-BASICS = {"errors", "units", "files", "collector"}
+BASICS = {"errors", "units", "files", "collector", "available"}
 WAISTS = {"graph", "plan"}
 CORE = WAISTS | {"simulating", "gpus"}
 ENGINE = {"applying.tensors", "applying.moving", "applying.rebuilding"} | {
@@ -24,6 +24,7 @@ ROOMS: dict[str, set[str]] = {
     "units": BASICS,
     "files": BASICS,
     "collector": set(),
+    "available": set(),
     "copies": set(),
     "graph": BASICS,
     "graph.sharding": BASICS | {"graph"},

@@ -47,7 +47,7 @@ _TEMPLATE = '''\
 
 from collections import Counter
 {imports}
-from torch import nn
+{torch}from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 # Which calls of which modules run again in backward; None: every call.
@@ -59,7 +59,7 @@ CALLS = {{
 def checkpoint_calls(model: nn.Module) -> nn.Module:
     """Make these calls run again in backward; rewrites the model in place."""
     counts = Counter()
-    model.register_forward_pre_hook(lambda module, args: counts.clear())
+{begins}
     for name, numbers in CALLS.items():
         _wrap(model.get_submodule(name), name, numbers, counts)
     return model
@@ -77,12 +77,26 @@ def _wrap(module, name, numbers, counts):
 
     module.forward = checkpointed
 '''
+_ONE_FORWARD = (
+    "    model.register_forward_pre_hook(lambda module, args: counts.clear())"
+)
+_SEVERAL_FORWARDS = """\
+
+    def begins(module, args):
+        if torch.is_grad_enabled():
+            if counts[None] % {forwards} == 0:  # a step; calls are numbered over it
+                counts.clear()
+            counts[None] += 1
+
+    model.register_forward_pre_hook(begins)"""
+_GROUPS_IMPORTS = "from functools import wraps\nfrom types import MethodType\n"
 _GROUPS_TEMPLATE = '''
 
 def update_in_groups(optimizer, most={most}):
     """Let an optimizer update parameters of at most so many bytes at once."""
     step = optimizer.step
 
+    @wraps(step)  # schedulers mark the step that they have seen
     def in_groups(self, closure=None):
         groups = self.param_groups
         self.param_groups = list(_split(groups, most))
@@ -224,13 +238,17 @@ def as_code(plain: PlainPlan, version: str) -> str:
     model = name if name.replace(".", "_").isidentifier() else "a model"
     size = group_size_of(plain.plan)
     grouped = "" if size is None else _GROUPS_TEMPLATE.format(most=parse_bytes(size))
+    forwards = plain.graph.fingerprint.get("forwards", 1)
+    begins = _ONE_FORWARD if forwards == 1 else _SEVERAL_FORWARDS
     return (
         _TEMPLATE.format(
             model=model,
             about=about,
             calls=calls,
             use="    update_in_groups(optimizer)\n" if grouped else "",
-            imports="from types import MethodType\n" if grouped else "",
+            imports=_GROUPS_IMPORTS if grouped else "",
+            torch="" if forwards == 1 else "import torch\n",
+            begins=begins.format(forwards=forwards),
         )
         + grouped
     )

@@ -14,6 +14,7 @@ from functools import partial
 
 import torch
 
+from ckplan.available import available_bytes
 from ckplan.errors import CkplanError, WorkloadError
 from ckplan.tracing.cuda import cpu_as_cuda, fake_cuda_with_gpu, fake_cuda_without_gpu
 from ckplan.tracing.failures import (
@@ -37,7 +38,7 @@ from ckplan.training.failures import (
     is_out_of_memory,
     wants_gpu,
 )
-from ckplan.training.free_memory import available_bytes, limited_memory
+from ckplan.training.free_memory import limited_memory
 from ckplan.training.step import Training
 
 NOTE_FAKE = "traced under fake tensors"

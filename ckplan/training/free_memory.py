@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,23 +10,9 @@ from pathlib import Path
 
 import torch
 
-_MEMINFO, _STATUS = Path("/proc/meminfo"), Path("/proc/self/status")
+from ckplan.available import available_bytes
 
-
-def available_bytes() -> int:
-    """Bytes that a process can allocate without swapping others out.
-
-    The source is ``/proc/meminfo`` on Linux. Elsewhere it is the physical memory.
-    """
-    if _MEMINFO.exists():
-        for line in _MEMINFO.read_text().splitlines():
-            name, _, value = line.partition(":")
-            if name == "MemAvailable":
-                return int(value.split()[0]) << 10
-    try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, ValueError, OSError):
-        return 1 << 62
+_STATUS = Path("/proc/self/status")
 
 
 def free_bytes(device: torch.device) -> int:

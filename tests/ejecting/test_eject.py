@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,34 @@ def test_a_plan_of_reruns_is_ejected_as_it_is() -> None:
     assert "no plain form" not in code
     expected = train(build("unrolled"))
     assert all(map(torch.equal, expected, train(ejected("unrolled", code))))
+
+
+def two_views(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    return (model(batch) - model(2 * batch)).square().mean()
+
+
+def test_calls_are_numbered_over_all_forwards_of_a_step() -> None:
+    batch = torch.ones(64, 64)
+    graph = ckplan.profile(six_layers(), batch, step=two_views, replay=False)
+    regions = tuple(PlannedRegion(f"{n}#1", "rerun") for n in range(6))
+    plain = plain_form(graph, Plan(regions=regions))
+    assert plain.same
+    model, times = six_layers(), Counter[str]()
+    for number in range(6):
+        inner = model[number][0]
+        inner.register_forward_pre_hook(lambda *_, n=number: times.update([n]))
+    content: dict[str, Any] = {}
+    exec(compile(as_code(plain, "0"), "ejected.py", "exec"), content)
+    content["checkpoint_calls"](model)
+    for _ in range(3):
+        with torch.no_grad():
+            model(batch)  # between two steps
+        times.clear()
+        two_views(model, batch).backward()
+        assert [times[n] for n in range(6)] == [3] * 6  # one of two runs again
+    measured = measured_peak(Workload(model, batch, step=two_views))
+    measured -= 6 * torch.get_rng_state().nbytes  # torch's checkpoints keep states
+    assert plain.timeline.peak_bytes == pytest.approx(measured, rel=0.01)
 
 
 REGIONS = {
@@ -173,8 +202,10 @@ def test_updates_in_groups_are_ejected_with_the_plan() -> None:
         model = six_layers()
         optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
         optimizer.register_step_pre_hook(lambda one, *_: seen.append(one.param_groups))
+        torch.optim.lr_scheduler.ConstantLR(optimizer)  # marks the step
         if is_grouped:
             content["update_in_groups"](optimizer)
+            assert hasattr(optimizer.step, "_wrapped_by_lr_sched")
         torch.optim.lr_scheduler.ConstantLR(optimizer)  # wraps the step
         whole = optimizer.param_groups
         for parameter in model.parameters():

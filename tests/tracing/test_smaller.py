@@ -148,7 +148,8 @@ def test_what_grows_is_drawn_on_and_what_does_not_stays() -> None:
 
 LIMITED = """
 import torch
-from ckplan.training.free_memory import available_bytes, limited_memory
+from ckplan.available import available_bytes
+from ckplan.training.free_memory import limited_memory
 try:
     with limited_memory(50 << 20):
         torch.empty(30 << 20, dtype=torch.uint8)

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeAlias
 from weakref import finalize
 
@@ -26,13 +25,13 @@ import torch
 
 from ckplan.applying.moving.room import Room
 from ckplan.applying.moving.spill_file import Jobs
+from ckplan.available import available_bytes
 from ckplan.errors import ApplyError
 from ckplan.simulating.moving import host_bytes_for
 from ckplan.units import format_bytes
 
 BLOCK = 64
 """Bytes that offsets are multiples of."""
-_MEMORY = Path("/proc/meminfo")
 
 Stream: TypeAlias = Any  # torch.cuda.Stream, or one of a test
 Event: TypeAlias = Any
@@ -272,7 +271,7 @@ class HostMemory:
     def _pin(self, num_bytes: int) -> None:
         num_bytes = self._room.rounded(num_bytes)
         there = available_bytes()
-        if there is not None and num_bytes > there:
+        if num_bytes > there:
             raise ApplyError(
                 f"cannot offload {format_bytes(num_bytes)} to host memory: "
                 f"{format_bytes(there)} is available",
@@ -292,13 +291,3 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     storage = tensor.untyped_storage()
     empty = torch.empty(0, dtype=torch.uint8, device=tensor.device)
     return empty.set_(storage, 0, (storage.nbytes(),), (1,))
-
-
-def available_bytes() -> int | None:
-    """Bytes of host memory that can still be had; None if the system does not say."""
-    try:
-        lines = _MEMORY.read_text().splitlines()
-    except OSError:
-        return None
-    found = (line.split()[1] for line in lines if line.startswith("MemAvailable:"))
-    return next((1024 * int(kib) for kib in found), None)

@@ -20,6 +20,7 @@ import torch
 
 from ckplan import units
 from ckplan.applying import apply, status
+from ckplan.available import available_bytes
 from ckplan.graph.graph import Graph
 from ckplan.plan.plan import Plan
 from ckplan.plan.region import Region
@@ -48,7 +49,6 @@ from ckplan.tracing.steps.ops_in_step import (
 )
 from ckplan.tracing.steps.trial_plans import trial_plans
 from ckplan.training.failures import first_line
-from ckplan.training.free_memory import available_bytes
 from ckplan.training.step import Training, TrainingStep, make_step
 from ckplan.training.warm_up import warm_up_vector_kernels
 from ckplan.training.workload import Workload
