@@ -8,8 +8,11 @@ Several processes do so, one after the other, since their medians were found up 
 tenth apart: "in each" has these, and all turns count together. Rows without them are of
 one process; "CPU" has the vectors that torch found there, in rows from then on. A
 process keeps its memory: otherwise each step gets some of it anew from the system, and
-how much is a matter of what was freed before. "Faults" are pages that a step got
-nevertheless, with the plan and without, in the median. An overhead is the median over
+how much is a matter of what was freed before. Before each step, a block of some random
+size is taken, so that its tensors lie elsewhere in each turn: products whose sizes are
+powers of two take longer at some addresses than at others. Rows of before 1 December
+are without that. "Faults" are pages that a step got nevertheless, with the plan and
+without, in the median. An overhead is the median over
 turns of the ratio to the step without a plan of the same turn, less one. Peaks are
 measured in a step before, with the parameters, buffers and batch that it uses, bits
 compared in the first: each value's with those of several steps without a plan, which
@@ -34,6 +37,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 import resource
 import statistics
 import subprocess
@@ -75,6 +79,7 @@ ASKED = {"gpt2": {0.5: 0.01, 0.7: 0.04, 0.8: 0.09}}
 ASKED_OF_OTHERS = {0.5: 0.02, 0.7: 0.06}
 NEAR = 0.02  # of the predicted overhead
 DROPPED = 2  # first turns
+MOST_SHIFTED = 1 << 22  # bytes
 EXACT = ("budget_bytes", "replayed", "measured", "unplanned", "predicted")
 HEADERS = (
     *("workload", "CPU", "freed", "threads", "budget", "replayed", "measured"),
@@ -140,6 +145,7 @@ def measured(name: str, threads: tuple[int, ...], rounds: int) -> list[dict[str,
         for plan in (None, *(plan for *_, plan in plans))
     ]
     rows = []
+    places = random.Random(SEED)
     for count in threads:
         torch.set_num_threads(count)
         for one in variants:
@@ -149,7 +155,7 @@ def measured(name: str, threads: tuple[int, ...], rounds: int) -> list[dict[str,
             say(f"{name}: {count} threads, turn {number + 1} of {rounds + DROPPED}")
             for one in variants[:: -1 if number % 2 else 1]:
                 begin, before = time.perf_counter(), _faults()
-                one.take()
+                _shifted(one.take, places)
                 one.seconds.append(time.perf_counter() - begin)
                 one.faults.append(_faults() - before)
         plain, *others = variants
@@ -207,6 +213,15 @@ def together(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "ratios": [ratio for row in rows for ratio in row["ratios"]],
         "in_each": [statistics.median(row["ratios"]) for row in rows],
     }
+
+
+def _shifted(take: Callable[[], Any], places: random.Random) -> None:
+    """Take a step whose tensors are elsewhere than before, by up to 4 MiB."""
+    import torch
+
+    before = torch.empty(places.randrange(MOST_SHIFTED), dtype=torch.uint8)
+    take()
+    del before
 
 
 def _faults() -> int:
