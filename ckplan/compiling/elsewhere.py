@@ -20,7 +20,7 @@ from ckplan.compiling.graph import as_graph
 from ckplan.compiling.lowering import DynamoGraph
 from ckplan.compiling.partition import JointGraph
 from ckplan.compiling.search import Progress
-from ckplan.compiling.torch_errors import errors_pass
+from ckplan.compiling.torch_errors import errors_pass, refuse_read_values
 from ckplan.errors import CkplanError, GraphBreakError, WorkloadError
 from ckplan.gpus import Gpu
 from ckplan.graph.graph import Graph
@@ -101,6 +101,7 @@ def _joint_graph(workload: Workload, step_of: Any, gpu: Gpu) -> JointGraph:
 
     def only_trace(graph: fx.GraphModule, inputs: Sequence[Any]) -> Any:
         with errors_pass():
+            refuse_read_values(graph)
             try:
                 found.append(DynamoGraph(graph, inputs, {}).trace())
             except Exception as error:  # whatever AOTAutograd cannot trace

@@ -13,6 +13,7 @@ from torch import fx, nn
 
 from ckplan.compiling.inductor import Record, compile_with, generate_code, trace_joint
 from ckplan.compiling.partition import JointGraph, Partitioner, cached_partitioner
+from ckplan.compiling.torch_errors import errors_pass, refuse_read_values
 from ckplan.compiling.torch_names import (
     EXAMPLE,
     QUICK,
@@ -137,7 +138,9 @@ def lower_alone(graph: fx.GraphModule, inputs: Sequence[Any]) -> Code:
 
 def in_order(graph: fx.GraphModule, inputs: Sequence[Any]) -> Any:
     """A backend: what torch itself chooses to save, its kernels in order."""
-    return DynamoGraph(graph, inputs, {}).compile(cached_partitioner(None, 1.0))[0]
+    with errors_pass():
+        refuse_read_values(graph)
+        return DynamoGraph(graph, inputs, {}).compile(cached_partitioner(None, 1.0))[0]
 
 
 def _recorder(sizes: Mapping[Symbol, int]) -> tuple[dict[bool, Code], Record]:

@@ -178,6 +178,13 @@ def _path(of_dynamo: str) -> str:
     return _LOOKED_UP.sub(r"\1", _LOCAL.sub("", of_dynamo))
 
 
+def line_of(node: fx.Node) -> str:
+    """The line of the user's code that a node comes from; empty if it is not known."""
+    lines = (node.stack_trace or "").splitlines()
+    code = [line.strip() for line in lines if line.strip(" ^~")]
+    return code[-1] if code else ""
+
+
 def ops_of(graph: fx.Graph) -> Iterator[fx.Node]:
     """The nodes that call an op, in order."""
     return (node for node in graph.nodes if node.op == "call_function")

@@ -10,6 +10,7 @@ from torch import fx
 
 from ckplan import units
 from ckplan.compiling.lowering import DynamoGraph
+from ckplan.compiling.nodes import line_of
 from ckplan.errors import ApplyError, PlanError
 from ckplan.plan.plan import COMPILED, Plan
 from ckplan.training.allocator import CPU
@@ -65,10 +66,8 @@ def refuse_dynamic(inputs: Sequence[Any]) -> None:
 def place_of(graph: fx.GraphModule) -> str:
     """Where in the user's code a graph begins: the source of its first op."""
     for node in graph.graph.nodes:
-        lines = (node.stack_trace or "").splitlines()
-        code = [line.strip() for line in lines if line.strip(" ^~")]
-        if node.op != "placeholder" and code:
-            return f"'{code[-1]}'"
+        if node.op != "placeholder" and (line := line_of(node)):
+            return f"'{line}'"
     return "an unknown line"
 
 

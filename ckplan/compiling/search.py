@@ -26,6 +26,7 @@ from ckplan.compiling.refusals import check_same_graph, check_within_budget
 from ckplan.compiling.replay import Replayed, replay
 from ckplan.compiling.replays import Replays
 from ckplan.compiling.saved_values import saved_in_any
+from ckplan.compiling.torch_errors import refuse_read_values
 from ckplan.errors import InfeasibleError
 from ckplan.plan.plan import Plan, Prediction, plan_fingerprint
 from ckplan.plan.resolve import describe, resolve
@@ -92,7 +93,9 @@ def plan_graph(
 
     Raises:
         ApplyError: Its code cannot be replayed.
+        GraphBreakError: It goes by values of tensors.
     """
+    refuse_read_values(traced.module)
     path = plan_cache.path_of(traced)
     how = model, progress, quick, path
     if follows or (path is not None and path.exists()):

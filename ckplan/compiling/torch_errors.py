@@ -8,15 +8,19 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import fx
 
 from ckplan.compiling import torch_names
+from ckplan.compiling.nodes import line_of
 from ckplan.compiling.torch_names import (
+    EXAMPLE,
     BackendCompilerFailed,
     CppCompileError,
     FailOnRecompileLimitHit,
     InvalidCxxCompiler,
     ShortenTraceback,
     TorchDynamoException,
+    free_unbacked_symbols,
     get_cpp_compiler,
 )
 from ckplan.errors import ApplyError, CkplanError, GraphBreakError
@@ -100,6 +104,26 @@ def compile_errors(what: str) -> Iterator[None]:
         if _NOT_COMPILED not in str(error):
             raise
         raise _too_often(what) from error
+
+
+def refuse_read_values(graph: fx.GraphModule) -> None:
+    """Refuse a graph whose code goes by values of tensors: no replay has any.
+
+    Args:
+        graph: As Dynamo gives it, under ``fullgraph=True``; else it breaks there.
+
+    Raises:
+        GraphBreakError: It reads a number, or makes as much as values decide.
+    """
+    for node in graph.graph.nodes:
+        if free_unbacked_symbols(node.meta.get(EXAMPLE)):
+            line = line_of(node)
+            raise GraphBreakError(
+                "cannot compile the step as one graph: it goes by values of a tensor"
+                + (f", at '{line}'" if line else ""),
+                needed="ops whose sizes and numbers are known before they run",
+                hint=_BREAKS,
+            )
 
 
 def _too_often(what: str) -> ApplyError:

@@ -46,6 +46,7 @@ try:
     )
     from torch._inductor.virtualized import V
     from torch.fx._lazy_graph_module import _LazyGraphModule, _use_lazy_graph_module
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 except (ImportError, OSError) as missing:  # what is amiss is said when it is needed
     MISSING: ImportError | OSError | None = missing
     CustomPartitionerFn = ShortenTraceback = object
@@ -53,7 +54,7 @@ except (ImportError, OSError) as missing:  # what is amiss is said when it is ne
     InvalidCxxCompiler = CppCompileError = ()
     get_cpp_compiler = compile_fx = compile_fx_inner = functorch_config = None
     GraphLowering = OrderedSet = Scheduler = SchedulerNode = StarDep = WeakDep = None
-    V = inductor_config = select_decomp_table = None
+    V = inductor_config = select_decomp_table = free_unbacked_symbols = None
 else:
     MISSING = None
 
@@ -106,6 +107,7 @@ __all__ = [
     "decompositions",
     "default_parts",
     "evaluate",
+    "free_unbacked_symbols",
     "frugal_parts",
     "functorch_config",
     "get_cpp_compiler",

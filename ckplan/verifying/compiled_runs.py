@@ -93,12 +93,29 @@ def names_apart(found: Values, expected: Values) -> list[str]:
 
 
 def results_of(
-    workload: Workload, call: Callable[[], torch.Tensor], seed: int
+    workload: Workload,
+    call: Callable[[], torch.Tensor],
+    seed: int,
+    title: str = "compiled",
 ) -> Results:
-    """Results of a first step, and the peak of a second one, from the same state."""
-    values = values_of(workload, call, seed)
-    with _same_buffers(workload.model):
-        peak_bytes = _peak_bytes(workload, lambda: _step(workload, call, seed))
+    """Results of a first step, and the peak of a second one, from the same state.
+
+    Raises:
+        WorkloadError: The step, of which the title says what kind it is, fails.
+    """
+    try:
+        values = values_of(workload, call, seed)
+        with _same_buffers(workload.model):
+            peak_bytes = _peak_bytes(workload, lambda: _step(workload, call, seed))
+    except CkplanError:
+        raise
+    except Exception as error:  # whatever a model raises
+        raise WorkloadError(
+            f"the {title} step {describe_failure(error)}",
+            needed="a model that takes a step of training on its batch, as "
+            f"{title} code",
+            hint=location_hint(error),
+        ) from error
     return Results(values, peak_bytes)
 
 
@@ -190,16 +207,7 @@ def eager_results(workload: Workload, seed: int) -> Results | None:
             )
         return found
 
-    try:
-        found = results_of(workload, loss, seed)
-    except CkplanError:
-        raise
-    except Exception as error:  # whatever a model raises
-        raise WorkloadError(
-            f"the uncompiled step {describe_failure(error)}",
-            needed="a model that takes a step of training on its batch",
-            hint=location_hint(error),
-        ) from error
+    found = results_of(workload, loss, seed, "uncompiled")
     torch.manual_seed(seed)
     untouched = _random_state(place_of(workload))
     return found if torch.equal(found.values["random state"], untouched) else None

@@ -27,7 +27,7 @@ from ckplan.compiling import finding, lowering, other_batches, planned_backend
 from ckplan.compiling.finding import find_parts
 from ckplan.compiling.partition import cached_partitioner
 from ckplan.compiling.parts import Parts
-from ckplan.compiling.step import parts_of
+from ckplan.compiling.step import compiled_loss, parts_of
 from ckplan.errors import (
     ApplyError,
     GraphBreakError,
@@ -393,6 +393,33 @@ def test_such_a_model_compiles_after_a_forward_that_leaves_no_trace() -> None:
     call = ckplan.compile(Breaks(), "100%")
     with pytest.raises(GraphBreakError, match="as one graph"):
         call(torch.randn(4, 32))
+
+
+class Pools(nn.Module):
+    """As many sums as a value decides: ``fullgraph=True`` makes one graph of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.first(x))
+        sums = torch.zeros(int(groups[-1]) + 1, 8).index_add(0, groups, x)
+        return self.second(sums).square().mean()
+
+
+@pytest.mark.usefixtures("no_kernels")
+def test_a_graph_that_goes_by_values_is_one_that_breaks() -> None:
+    batch = torch.randn(8, 8), torch.arange(8) // 2
+    call = ckplan.compile(Pools(), "100%")
+    with pytest.raises(GraphBreakError, match=r"of a tensor, at 'sums = torch") as no:
+        call(*batch)
+    assert "fullgraph=False" in no.value.hint
+    workload = Workload(Pools(), batch)
+    unplanned = compiled_loss(workload, lowering.in_order)
+    with pytest.raises(GraphBreakError, match="values of a tensor"):
+        unplanned()
+    assert len(parts_of(workload).runs) == 2
 
 
 @pytest.mark.parametrize("how", [{"mode": "max-autotune"}, {"dynamic": True}])

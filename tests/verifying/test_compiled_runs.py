@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from ckplan.errors import WorkloadError
+from ckplan.training.workload import Workload
 from ckplan.verifying import compiled_steps
 from ckplan.verifying.compiled_runs import (
     CERTAIN,
@@ -75,6 +77,20 @@ def small():
     model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 1))
     return model, torch.randn(4, 8), lambda out, _: out.sum()
 """
+
+
+def test_a_step_that_fails_says_so() -> None:
+    model = torch.nn.Linear(4, 4)
+    workload = Workload(model, torch.ones(2, 4))
+
+    def raises() -> torch.Tensor:
+        found = model(workload.batch)
+        found.register_hook(lambda grad: grad @ torch.ones(5))
+        return found.sum()
+
+    with pytest.raises(WorkloadError, match="the compiled step raised Runtime") as one:
+        results_of(workload, raises, 0)
+    assert one.value.hint.startswith(f"look at {__file__}")
 
 
 @pytest.mark.parametrize("varies", [True, False])
