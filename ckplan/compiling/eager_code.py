@@ -17,15 +17,24 @@ from ckplan.applying import applied_plan, apply
 from ckplan.errors import PlanError
 from ckplan.plan.file import load
 from ckplan.plan.plan import COMPILED, EAGER, Plan, PlannedRegion
+from ckplan.units import parse_budget
+
+_ANY_PEAK_BYTES = 1 << 40  # of a step that is not known yet
 
 
 def read_wanted(plan_or_budget: Any) -> Any:
-    """A plan in place of the path of its file; anything else as it is."""
+    """A plan, also in place of the path of its file; anything else as it is.
+
+    Raises:
+        CkplanError: The file, or a budget, cannot be read.
+    """
     is_named = isinstance(plan_or_budget, str) and plan_or_budget.endswith(
         (".yaml", ".yml")
     )
     if isinstance(plan_or_budget, Path) or is_named:
         return load(Path(plan_or_budget))
+    if isinstance(plan_or_budget, str | int):
+        parse_budget(plan_or_budget, _ANY_PEAK_BYTES)
     return plan_or_budget
 
 

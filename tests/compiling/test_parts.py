@@ -33,6 +33,7 @@ from ckplan.errors import (
     GraphBreakError,
     InfeasibleError,
     PlanError,
+    UnitError,
     WorkloadError,
 )
 from ckplan.plan import file as plan_file
@@ -420,6 +421,13 @@ def test_a_graph_that_goes_by_values_is_one_that_breaks() -> None:
     with pytest.raises(GraphBreakError, match="values of a tensor"):
         unplanned()
     assert len(parts_of(workload).runs) == 2
+
+
+@pytest.mark.parametrize("budget", ["zz", "0GB", -1, "80"])
+def test_what_is_no_budget_is_refused_at_once(budget: Any) -> None:
+    for plans in (ckplan.backend, lambda one: ckplan.compile(nn.Linear(2, 2), one)):
+        with pytest.raises(UnitError, match="budget"):
+            plans(budget)
 
 
 @pytest.mark.parametrize("how", [{"mode": "max-autotune"}, {"dynamic": True}])
