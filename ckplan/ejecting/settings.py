@@ -8,10 +8,11 @@ with the smallest peak if none fits.
 from __future__ import annotations
 
 import json
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import takewhile
+from itertools import chain, takewhile
 from operator import itemgetter
 from typing import TypeAlias
 
@@ -43,6 +44,7 @@ _NEEDS = {
     "megatron": "the same layers in Megatron-LM, in one pipeline stage",
 }
 TOOLS = tuple(_NEEDS)
+_ALL = slice(None)
 
 
 @dataclass(frozen=True)
@@ -110,7 +112,7 @@ def setting_for(graph: Graph, plan: Plan, tool: str) -> Setting:
             hint="a smaller budget: ckplan solve --budget 80%",
         )
     planned = simulator.run(regions)
-    layers = find_repeated_layers(graph, Menus(simulator))
+    layers = _by_forward(graph, find_repeated_layers(graph, Menus(simulator)))
     if not layers:
         raise PlanError(
             f"cannot express the plan as settings of {tool}: {graph.model} has no "
@@ -148,62 +150,80 @@ class _Target:
     """The plan that a setting should come near."""
 
     simulator: Simulator
-    layers: Sequence[int]
+    layers: Sequence[Sequence[int]]  # in each forward of the step
     planned: Sequence[Region]
     limit: MemoryLimit
+
+    @property
+    def num_layers(self) -> int:
+        """How many a forward calls."""
+        return max(map(len, self.layers))
+
+    def rerun(self, which: slice = _ALL) -> tuple[Region, ...]:
+        """Some of the layers, each by itself, in every forward."""
+        chosen = chain.from_iterable(layers[which] for layers in self.layers)
+        return tuple(Region(layer, RERUN) for layer in chosen)
+
+    def chunks(self, size: int) -> tuple[Region, ...]:
+        """Runs of ``size`` layers; the last run of a forward may be shorter."""
+        chunks = (
+            layers[start : start + size]
+            for layers in self.layers
+            for start in range(0, len(layers), size)
+        )
+        return tuple(
+            Region(chunk[0], RERUN, last=chunk[-1] if len(chunk) > 1 else None)
+            for chunk in chunks
+        )
 
     def first(self) -> set[int]:
         """Numbers of layers to try for a rerun of the first n layers, but not of all.
 
         A deep model tries two numbers only: the fewest that fit, and the plan's own.
         """
-        most = len(self.layers) - 1
+        most, times = self.num_layers - 1, len(self.layers)
         if most < EXHAUSTIVE_MAX_LAYERS:
             return {*range(1, most + 1)}
         can_be_done = partial(torch_can_rerun, self.simulator)
-        able = [*takewhile(can_be_done, _rerun_each(self.layers[:most]))]
+        in_order = (r for n in range(most) for r in self.rerun(slice(n, n + 1)))
+        able = [*takewhile(can_be_done, in_order)]
         least_bytes = self.simulator.run(able).peak_bytes
         limit = MemoryLimit(max(self.limit.bytes, least_bytes))
-        needed = min_regions_to_fit(self.simulator, able, limit)
-        return {max(1, needed), min(len(self.planned), most)}
+        needed = -(-min_regions_to_fit(self.simulator, able, limit) // times)
+        return {max(1, needed), min(max(1, len(self.planned) // times), most)}
 
 
 _Choices: TypeAlias = Iterator[tuple[str, tuple[Region, ...]]]
 
 
-def _rerun_each(layers: Sequence[int]) -> tuple[Region, ...]:
-    return tuple(Region(layer, RERUN) for layer in layers)
-
-
-def _chunks(layers: Sequence[int], size: int) -> tuple[Region, ...]:
-    """Runs of ``size`` layers; the last run may be shorter."""
-    chunks = (layers[start : start + size] for start in range(0, len(layers), size))
-    return tuple(
-        Region(chunk[0], RERUN, last=chunk[-1] if len(chunk) > 1 else None)
-        for chunk in chunks
-    )
+def _by_forward(graph: Graph, layers: Sequence[int]) -> list[list[int]]:
+    """Layers by the forward of the model that calls them; a tool reruns all alike."""
+    roots = [number for number, call in enumerate(graph.calls) if not call.fqn]
+    found: dict[int, list[int]] = {}
+    for layer in layers:
+        found.setdefault(bisect_right(roots, layer), []).append(layer)
+    return [*found.values()]
 
 
 def _transformers(target: _Target) -> _Choices:
     """Every n-th layer, starting with the first."""
-    layers = target.layers
     plain = 'model.gradient_checkpointing_enable({"use_reentrant": False})\n'
-    yield plain, _rerun_each(layers)
-    for step in range(2, len(layers) + 1):
+    yield plain, target.rerun()
+    for step in range(2, target.num_layers + 1):
         text = f"model.activation_checkpointing_enable(every_n_layers={step})\n"
-        yield text, _rerun_each(layers[::step])
+        yield text, target.rerun(slice(None, None, step))
 
 
 def _deepspeed(target: _Target) -> _Choices:
     """Chunks of n layers."""
-    for size in run_lengths(len(target.layers)):
-        chosen = _chunks(target.layers, size)
+    for size in run_lengths(target.num_layers):
+        chosen = target.chunks(size)
         content = {
             "activation_checkpointing": {
                 "partition_activations": False,
                 "contiguous_memory_optimization": False,
                 "cpu_checkpointing": False,
-                "number_checkpoints": len(chosen),
+                "number_checkpoints": len(chosen) // len(target.layers),
                 "synchronize_checkpoint_boundary": False,
                 "profile": False,
             },
@@ -215,13 +235,13 @@ def _deepspeed(target: _Target) -> _Choices:
 def _megatron(target: _Target) -> _Choices:
     """The first n layers (block), or chunks of n layers (uniform)."""
     start = "--recompute-granularity full --recompute-method"
-    lengths, first = run_lengths(len(target.layers)), target.first()
+    lengths, first = run_lengths(target.num_layers), target.first()
     for size in sorted({*lengths, *first}):
         number = f"--recompute-num-layers {size}\n"
         if size in lengths:
-            yield f"{start} uniform {number}", _chunks(target.layers, size)
+            yield f"{start} uniform {number}", target.chunks(size)
         if size in first:
-            yield f"{start} block {number}", _rerun_each(target.layers[:size])
+            yield f"{start} block {number}", target.rerun(slice(size))
 
 
 _CHOICES = {

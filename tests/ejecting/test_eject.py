@@ -117,6 +117,26 @@ def test_what_a_tool_can_say_is_said_as_it_is(tool: str, said: str) -> None:
     assert setting.timeline.peak_bytes == setting.planned.peak_bytes
 
 
+def test_a_tool_reruns_the_same_layers_in_all_forwards_of_a_step() -> None:
+    made = build("residual")
+    graph = ckplan.profile(made.model, made.batch, step=two_views, replay=False)
+    some = [f"{n}#{forward}" for forward in (0, 1) for n in (0, 2)]
+    plan = Plan(regions=tuple(PlannedRegion(call, "rerun") for call in some))
+    setting = setting_for(graph, plan, "transformers")
+    assert setting.same
+    assert "every_n_layers=2" in setting.text
+    plan = Plan(regions=(PlannedRegion("[0..1]#1", "rerun"),))
+    for tool in TOOLS:
+        regions = setting_for(graph, plan, tool).regions
+        calls = [graph.calls[region.call] for region in regions]
+        first = {call.fqn for call in calls if call.number == 0}
+        assert first == {call.fqn for call in calls if call.number == 1}
+    content = json.loads(setting_for(graph, plan, "deepspeed").text)
+    number = content["activation_checkpointing"]["number_checkpoints"]
+    interval = content["pipeline"]["activation_checkpoint_interval"]
+    assert number == -(-3 // interval)
+
+
 @pytest.mark.parametrize("tool", TOOLS)
 def test_the_nearest_setting_fits_or_says_that_it_does_not(tool: str) -> None:
     graph = graph_of("residual")
