@@ -43,7 +43,7 @@ def available_bytes() -> int:
 
 
 def _left_in_machine() -> int:
-    with suppress(OSError, ValueError):
+    with suppress(OSError, ValueError, KeyError):
         return _numbers(_MEMINFO)["MemAvailable:"] << 10
     with suppress(AttributeError, ValueError, OSError):
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -52,7 +52,7 @@ def _left_in_machine() -> int:
 
 def _left_in_groups() -> Iterator[int]:
     """Of the groups that the process is in, and of those around them."""
-    with suppress(OSError):
+    with suppress(OSError, ValueError):
         for line in _OWN_GROUPS.read_text().splitlines():
             _, controllers, name = line.split(":", 2)
             files = _VERSION_2

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils import _pytree as pytree
 
 from ckplan.compiling import torch_names
 from ckplan.compiling.nodes import line_of
@@ -31,6 +32,7 @@ ALLOWS_RECURRENT = "torch._dynamo.config.allow_rnn = True, where the model is bu
 _BREAKS = """in Python, ckplan.compile(model, budget, fullgraph=False), where the \
 graph breaks; TORCH_LOGS=graph_breaks shows the place"""
 
+_SIZED = torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool
 _NOT_COMPILED = "found no compiled frames"  # others have used up what torch allows
 
 
@@ -116,7 +118,8 @@ def refuse_read_values(graph: fx.GraphModule) -> None:
         GraphBreakError: It reads a number, or makes as much as values decide.
     """
     for node in graph.graph.nodes:
-        if free_unbacked_symbols(node.meta.get(EXAMPLE)):
+        made = pytree.tree_leaves(node.meta.get(EXAMPLE))
+        if free_unbacked_symbols([one for one in made if isinstance(one, _SIZED)]):
             line = line_of(node)
             raise GraphBreakError(
                 "cannot compile the step as one graph: it goes by values of a tensor"
