@@ -55,11 +55,12 @@ def _left_in_groups() -> Iterator[int]:
     with suppress(OSError, ValueError):
         for line in _OWN_GROUPS.read_text().splitlines():
             _, controllers, name = line.split(":", 2)
-            files = _VERSION_2
-            if controllers:
+            if not controllers:
+                files = _VERSION_2
+            elif "memory" in controllers.split(","):
                 files = _VERSION_1
-                if "memory" not in controllers.split(","):
-                    continue
+            else:
+                continue
             own = files.root / name.lstrip("/")
             for group in (own, *own.parents):
                 if group.is_relative_to(files.root):
